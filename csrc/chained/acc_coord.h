@@ -1,0 +1,110 @@
+// Where a thread's accumulators lie in its warp's tile, for the three accumulator layouts of CUTLASS 2.x.
+//
+// Every layout is a product of row slots and column slots:
+//   element index(i, j)  is at  row(lane, i), column(lane, j),   i < kRows, j < kColumns
+// Column slots come in runs of kRun adjacent columns. rows_shared(mask): lanes l and l ^ mask hold the same rows.
+#pragma once
+
+#include "cutlass/cutlass.h"
+#include "cutlass/gemm/warp/mma_simt_tile_iterator.h"
+#include "cutlass/gemm/warp/mma_tensor_op_tile_iterator.h"
+#include "cutlass/gemm/warp/mma_tensor_op_tile_iterator_sm70.h"
+
+namespace memeff {
+namespace chained {
+
+template <typename AccumulatorIterator>
+struct AccCoord;
+
+// Turing and later: m16n8 instructions. A lane holds rows lane/4 and lane/4 + 8, columns 2 * (lane % 4) and the next.
+template <typename Shape, typename Element, typename Instruction, typename Delta>
+struct AccCoord<
+    cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor, Instruction, Delta>> {
+  static constexpr int kTilesM = Shape::kRow / 16;
+  static constexpr int kTilesN = Shape::kColumn / 8;
+  static constexpr int kRows = 2 * kTilesM;
+  static constexpr int kColumns = 2 * kTilesN;
+  static constexpr int kRun = 2;
+  // Rows 8 apart keep their place in every operand layout of this architecture (the swizzles repeat after 8 rows).
+  static constexpr bool kRowsRepeat = true;
+
+  CUTLASS_DEVICE static int row(int lane, int i) { return i * 8 + (lane >> 2); }
+  CUTLASS_DEVICE static int column(int lane, int j) { return (j >> 1) * 8 + (j & 1) + (lane & 3) * 2; }
+  CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) {
+    return ((j >> 1) * kTilesM + (i >> 1)) * 4 + (i & 1) * 2 + (j & 1);
+  }
+  CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) { return mask == 1 || mask == 2; }
+};
+
+// Volta: quads of lanes compute interleaved 8x8 blocks; a warp tile is a grid of 32x32 super tiles.
+template <typename Shape, typename Element, typename Instruction, typename Delta>
+struct AccCoord<
+    cutlass::gemm::warp::MmaVoltaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor, Instruction, Delta>> {
+  static constexpr int kTilesM = Shape::kRow / 32;
+  static constexpr int kTilesN = Shape::kColumn / 32;
+  static constexpr int kRows = 4 * kTilesM;
+  static constexpr int kColumns = 8 * kTilesN;
+  static constexpr int kRun = 2;
+  static constexpr bool kRowsRepeat = false;
+
+  // i = (super tile, half, pair): bits (.., 1, 0)
+  CUTLASS_DEVICE static int row(int lane, int i) {
+    const int quad = lane >> 2;
+    return (i >> 2) * 32 + ((i >> 1) & 1) * 4 + (i & 1) * 2 + (((quad & 4) >> 1) + (quad & 1)) * 8 + (lane & 1);
+  }
+  // j = (super tile, half, block of 16, parity)
+  CUTLASS_DEVICE static int column(int lane, int j) {
+    const int quad = lane >> 2;
+    return (j >> 3) * 32 + ((j >> 2) & 1) * 4 + ((j >> 1) & 1) * 16 + (j & 1) + ((quad >> 1) & 1) * 8 + (lane & 2);
+  }
+  CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) {
+    return (((((j >> 3) * kTilesM + (i >> 2)) * 2 + ((j >> 2) & 1)) * 2 + ((i >> 1) & 1)) * 8) + ((j >> 1) & 1) * 4 + (i & 1) * 2 +
+           (j & 1);
+  }
+  CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) { return mask == 2 || mask == 8; }
+};
+
+// SIMT: lanes form a rectangle given by the policy; each owns LaneMmaShape blocks, repeated over the warp tile.
+template <typename Shape, typename Element, typename Policy, int kPartitionsK, int kGroup>
+struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element, cutlass::layout::RowMajor,
+                                                         Policy, kPartitionsK, kGroup>> {
+  using Iterator = cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element, cutlass::layout::RowMajor,
+                                                            Policy, kPartitionsK, kGroup>;
+  using Iterations = typename Iterator::Iterations;
+  using Delta = typename Iterator::Delta;
+  static constexpr int kBlockM = Policy::LaneMmaShape::kM;
+  static constexpr int kBlockN = Policy::LaneMmaShape::kN;
+  static constexpr int kRows = Iterations::kRow * kBlockM;
+  static constexpr int kColumns = Iterations::kColumn * kBlockN;
+  static constexpr int kRun = kBlockN;
+  static constexpr bool kRowsRepeat = false;
+
+  CUTLASS_DEVICE static cutlass::MatrixCoord lane_origin(int lane) {
+    return Policy::get_lane_layout().inverse(lane) * cutlass::MatrixCoord(kBlockM, kBlockN);
+  }
+  CUTLASS_DEVICE static int row(int lane, int i) { return (i / kBlockM) * Delta::kRow + i % kBlockM + lane_origin(lane).row(); }
+  CUTLASS_DEVICE static int column(int lane, int j) {
+    return (j / kBlockN) * Delta::kColumn + j % kBlockN + lane_origin(lane).column();
+  }
+  CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) {
+    return j % kBlockN + kBlockN * (j / kBlockN + Iterations::kColumn * i);
+  }
+  // Row-major-interleaved lanes: the low log2(interleave) bits and the bits above the lane rectangle's width choose rows.
+  static constexpr int kInterleave = Policy::LaneLayout::kInterleave;
+  CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) {
+    return mask >= kInterleave && mask < kInterleave * Policy::WarpShape::kColumn;
+  }
+};
+
+// Combines a per-row value over the lanes of a warp that hold parts of the same rows.
+template <typename Coord, typename Combine>
+CUTLASS_DEVICE float reduce_row(float value, Combine combine) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int mask = 1; mask < 32; mask <<= 1) {
+    if (Coord::rows_shared(mask)) value = combine(value, __shfl_xor_sync(0xffffffff, value, mask));
+  }
+  return value;
+}
+
+}  // namespace chained
+}  // namespace memeff

@@ -1,0 +1,400 @@
+// The forward kernel: S = Q K^T and O += P V chained in one thread block per (batch, head, query tile, value slab).
+//
+// Resident first product (sm80, K <= kMaxK), one key block, time runs down:
+//
+//   copies (cp.async)          tensor cores                 other units
+//   V(j)   in flight     |     S = Q K(j)^T            |
+//   K(j+1) in flight     |                             |    mask, row maximum, P = 2^(..), P -> shared memory
+//   K(j+1) in flight     |     O = O * alpha + P V(j)  |
+//
+// with two barriers a key block where each warp owns whole rows (kWarpsN = 1), three otherwise. The streamed first product
+// (any K, every architecture) starts its pipeline for block j+1 while P V(j) runs.
+#pragma once
+
+#include "chained/traits.h"
+#include "common/bias.h"
+#include "common/tile_map.h"
+#include "common/visibility.h"
+
+namespace memeff {
+namespace chained {
+
+struct ForwardArgs {
+  ForwardParams p;
+  TileMap map;
+  float premultiply;  // scores are multiplied by this first where the scale cannot be folded (scale <= 0), else 1
+  float exponent;     // c of common/softmax.h
+  bool bias_pairs;
+};
+
+template <typename Traits>
+struct ForwardBlock {
+  using Element = typename Traits::Element;
+  using CoordS = typename Traits::CoordS;
+  using CoordO = typename Traits::CoordO;
+  using FragmentS = typename Traits::FragmentS;
+  using FragmentO = typename Traits::FragmentO;
+  using QkMma = typename Traits::QkMma;
+  using PvMma = typename Traits::PvMma;
+  using Exponent = typename Traits::Exponent;
+  using SharedStorage = typename Traits::SharedStorage;
+  using State = SoftmaxState<CoordS::kRows>;
+  static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kValueTile = Traits::kValueTile;
+  static constexpr bool kInMemory = Traits::Output::kInMemory;
+  static constexpr bool kResident = Traits::Qk::kResident;
+  static constexpr bool kAsync = Traits::Arch::kAsync;
+  static constexpr bool kExchange = Traits::kWarpsN > 1;
+
+  ForwardArgs const& args;
+  ForwardParams const& p;
+  SharedStorage& smem;
+  Visibility see;
+  int thread, warp, lane;
+  int warp_m, warp_n;   // this warp's place in the grid of warps
+  int row0;             // first query of the tile
+  int rows;             // valid queries of the tile
+  int value0, values;   // first column and valid columns of this block's values
+  int keys_end;         // keys that some row of the tile sees
+  int keys_unmasked;    // keys that every row of the tile sees
+  Element const *query, *key, *value;
+  Element* out;
+  float* lse;
+  BiasTile bias;
+  State state;
+
+  CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_)
+      : args(args_), p(args_.p), smem(smem_), see(args_.p) {
+    thread = threadIdx.x;
+    warp = cutlass::canonical_warp_idx_sync();
+    lane = thread & 31;
+    warp_m = warp % Traits::kWarpsM;
+    warp_n = warp / Traits::kWarpsM;
+    const TileCoord at = locate(args.map, blockIdx.x);
+    const int group = at.head / p.heads_per_group, member = at.head % p.heads_per_group;
+    row0 = at.tile * kTileM;
+    rows = p.queries - row0 < kTileM ? p.queries - row0 : kTileM;
+    value0 = kInMemory ? 0 : at.slab * kValueTile;
+    values = p.value_dim - value0;
+    keys_end = see.limit(row0 + rows - 1);
+    keys_unmasked = see.limit(row0);
+    query = static_cast<Element const*>(p.query.data) + head_offset(p.query, at.batch, group, member) +
+            offset(row0, p.query.stride_m);
+    key = static_cast<Element const*>(p.key.data) + head_offset(p.key, at.batch, group, member);
+    value = static_cast<Element const*>(p.value.data) + head_offset(p.value, at.batch, group, member) + value0;
+    out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, group, member) + offset(row0, p.out.stride_m) +
+          value0;
+    lse = p.lse.data == nullptr || at.slab != 0 ? nullptr : p.lse.data + head_offset(p.lse, at.batch, group, member) + row0;
+    if (Traits::kBias) {
+      const int64_t element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
+      bias.data = static_cast<const char*>(p.bias.data) +
+                  (head_offset(p.bias, at.batch, group, member) + offset(row0, p.bias.stride_m)) * element_bytes;
+      bias.stride_m = p.bias.stride_m;
+      bias.stride_n = p.bias.stride_n;
+      bias.dtype = p.bias.dtype;
+      bias.pairs = args.bias_pairs;
+    }
+  }
+
+  CUTLASS_DEVICE int warp_row() const { return warp_m * (kTileM / Traits::kWarpsM); }
+  CUTLASS_DEVICE int warp_column() const { return warp_n * (kTileN / Traits::kWarpsN); }
+  // One lane of those that hold parts of the same rows.
+  CUTLASS_DEVICE bool row_leader() const {
+    int shared = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int mask = 1; mask < 32; mask <<= 1) shared |= CoordS::rows_shared(mask) ? mask : 0;
+    return (lane & shared) == 0;
+  }
+
+  // --- scores of one key block -> P in shared memory -------------------------------------------------------------------
+
+  // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
+  CUTLASS_DEVICE void finish_scores(FragmentS& s, int key0) const {
+    if constexpr (Traits::kBias) {
+      add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, p.keys);
+    } else if (args.premultiply != 1.f) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= args.premultiply;
+    }
+    if (key0 + kTileN > keys_unmasked) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < CoordS::kRows; ++i) {
+        const int limit = see.limit(row0 + warp_row() + CoordS::row(lane, i)) - key0 - warp_column();
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < CoordS::kColumns; ++j) {
+          if (CoordS::column(lane, j) >= limit) s[CoordS::index(i, j)] = negative_infinity();
+        }
+      }
+    }
+  }
+
+  // Row maxima of this warp's scores; published for the other warps of the row where there are any.
+  CUTLASS_DEVICE void find_maximum(FragmentS const& s, float (&max)[CoordS::kRows]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) {
+      max[i] = s[CoordS::index(i, 0)];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 1; j < CoordS::kColumns; ++j) max[i] = fmaxf(max[i], s[CoordS::index(i, j)]);
+      max[i] = reduce_row<CoordS>(max[i], [](float a, float b) { return fmaxf(a, b); });
+      if (kExchange && row_leader()) smem.scratch.row_max[warp_n][warp_row() + CoordS::row(lane, i)] = max[i];
+    }
+  }
+
+  // s -> weights, stored as the second product's operand A. alpha: factor for what was accumulated before.
+  // Where maxima are exchanged, a barrier lies between find_maximum and this.
+  CUTLASS_DEVICE void store_weights(FragmentS& s, float const (&block_max)[CoordS::kRows], float (&alpha)[CoordS::kRows]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) {
+      float max = block_max[i];
+      if (kExchange) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < Traits::kWarpsN; ++n) max = fmaxf(max, smem.scratch.row_max[n][warp_row() + CoordS::row(lane, i)]);
+      }
+      max = fmaxf(max, state.max[i]);
+      const float reference = Exponent::reference(max, args.exponent);
+      alpha[i] = Exponent::rescale(state.max[i], reference, args.exponent);
+      state.max[i] = max;
+      float sum = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < CoordS::kColumns; ++j) {
+        float& x = s[CoordS::index(i, j)];
+        x = Exponent::weight(x, reference, args.exponent);
+        sum += x;
+      }
+      state.sum[i] = state.sum[i] * alpha[i] + sum;
+    }
+    auto operand = smem.pv.operand_A_ref();
+    Traits::ProbabilityStore::store(s, operand.data(), operand.layout(), warp_row(), warp_column(), lane);
+  }
+
+  // --- second product ---------------------------------------------------------------------------------------------------
+
+  CUTLASS_DEVICE void accumulate(FragmentO& o, PvMma const& pv, float const (&alpha)[CoordS::kRows], int depth) const {
+    if constexpr (Traits::Arch::kStageSums) {
+      FragmentO part;
+      part.clear();
+      pv(part, depth);
+      each_row(o, [&](int i, int e) { o[e] = o[e] * alpha[i] + part[e]; });
+    } else {
+      bool moved = false;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < CoordS::kRows; ++i) moved |= alpha[i] != 1.f;
+      if (__any_sync(0xffffffff, moved)) each_row(o, [&](int i, int e) { o[e] *= alpha[i]; });
+      pv(o, depth);
+    }
+  }
+
+  template <typename F>
+  CUTLASS_DEVICE static void each_row(FragmentO&, F f) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordO::kRows; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < CoordO::kColumns; ++j) f(i, CoordO::index(i, j));
+    }
+  }
+
+  // --- output -----------------------------------------------------------------------------------------------------------
+
+  // Adds up the row sums over lanes and warps, leaves 1/sum (0 for a row that sees nothing) in `inverse`, writes the LSE.
+  CUTLASS_DEVICE void finish_rows(float (&inverse)[CoordS::kRows]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) {
+      state.sum[i] = reduce_row<CoordS>(state.sum[i], [](float a, float b) { return a + b; });
+      if (kExchange && row_leader()) smem.scratch.row_sum[warp_n][warp_row() + CoordS::row(lane, i)] = state.sum[i];
+    }
+    if (kExchange) __syncthreads();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) {
+      const int row = warp_row() + CoordS::row(lane, i);
+      if (kExchange) {
+        state.sum[i] = 0.f;
+        CUTLASS_PRAGMA_UNROLL
+        for (int n = 0; n < Traits::kWarpsN; ++n) state.sum[i] += smem.scratch.row_sum[n][row];
+      }
+      inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
+      if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) {
+        const float reference = Exponent::reference(state.max[i], args.exponent);
+        lse[row] = state.sum[i] == 0.f ? negative_infinity()
+                                       : Exponent::natural(reference, args.exponent) + logf(state.sum[i]);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void publish(float (&to)[kTileM], float const (&factor)[CoordS::kRows]) const {
+    if (warp_n != 0 || !row_leader()) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) to[warp_row() + CoordS::row(lane, i)] = factor[i];
+  }
+
+  // Writes (or adds to) columns [column0, column0 + kValueTile) of the output. Barriers inside order the scratch reads.
+  template <typename Storage>
+  CUTLASS_DEVICE void store_output(FragmentO const& o, Storage& storage, int column0, bool add) {
+    const cutlass::MatrixCoord extent(rows, values - column0);
+    const cutlass::layout::RowMajor layout(p.out.stride_m);
+    typename Traits::OutputIterator::Params to(layout);
+    typename Traits::OutputIterator destination(to, out + column0, extent, thread);
+    typename Traits::Epilogue epilogue(storage, thread, warp, lane);
+    if constexpr (kInMemory) {
+      typename Traits::SourceIterator::Params from(layout);
+      typename Traits::SourceIterator source(from, out + column0, extent, thread);
+      typename Traits::Visitor visitor(destination, typename Traits::Source(source, smem.scratch.source_scale, add),
+                                       smem.scratch.scale);
+      epilogue(visitor, o);
+    } else {
+      typename Traits::Visitor visitor(destination, typename Traits::Source(), smem.scratch.scale);
+      epilogue(visitor, o);
+    }
+  }
+
+  // --- main loops -------------------------------------------------------------------------------------------------------
+
+  CUTLASS_DEVICE void start_values(typename Traits::ValueLoader& loader, int key0, int column0) const {
+    loader.start(value + offset(key0, p.value.stride_m) + column0, p.value.stride_m, keys_end - key0, values - column0);
+    if (kAsync) cutlass::arch::cp_async_fence();
+  }
+
+  CUTLASS_DEVICE void run_resident(FragmentO& o) {
+    typename Traits::QueryLoader queries(smem.qk.operand_A_ref(), thread);
+    typename Traits::KeyLoader keys(smem.qk.operand_B_ref(), thread);
+    typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
+    const QkMma qk(smem.qk, thread, warp, lane);
+    const PvMma pv(smem.pv, thread, warp, lane);
+    if (keys_end > 0) {
+      queries.start(query, p.query.stride_m, rows, p.head_dim);
+      keys.start(key, p.key.stride_m, keys_end, p.head_dim);
+      cutlass::arch::cp_async_fence();
+    }
+    for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
+      cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // K(j) is there; every warp is done with P and V(j-1)
+      start_values(loader, key0, 0);
+      FragmentS s;
+      s.clear();
+      qk(s, p.head_dim);
+      finish_scores(s, key0);
+      float max[CoordS::kRows], alpha[CoordS::kRows];
+      find_maximum(s, max);
+      cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // V(j) is there, maxima are published; every warp is done with K(j)
+      if (key0 + kTileN < keys_end) {
+        keys.start(key + offset(key0 + kTileN, p.key.stride_m), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
+        cutlass::arch::cp_async_fence();
+      }
+      store_weights(s, max, alpha);
+      if (kExchange) {
+        __syncthreads();  // P is there
+      } else {
+        __syncwarp();     // a warp reads only the rows of P that it wrote
+      }
+      accumulate(o, pv, alpha, keys_end - key0);
+    }
+  }
+
+  CUTLASS_DEVICE auto query_iterator() const {
+    using Iterator = typename QkMma::IteratorA;
+    return Iterator(typename Iterator::Params(cutlass::layout::RowMajor(p.query.stride_m)), const_cast<Element*>(query),
+                    {rows, p.head_dim}, thread, {0, 0});
+  }
+  CUTLASS_DEVICE auto key_iterator(int key0) const {
+    using Iterator = typename QkMma::IteratorB;
+    const int left = keys_end - key0;
+    return Iterator(typename Iterator::Params(cutlass::layout::ColumnMajor(p.key.stride_m)),
+                    const_cast<Element*>(key) + offset(key0, p.key.stride_m), {p.head_dim, left < kTileN ? left : kTileN}, thread,
+                    {0, 0});
+  }
+
+  CUTLASS_DEVICE void run_streamed(FragmentO& o) {
+    if (keys_end <= 0) return;
+    typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
+    QkMma qk(smem.qk, thread, warp, lane);
+    const PvMma pv(smem.pv, thread, warp, lane);
+    const int k_tiles = (p.head_dim + Traits::kQkStep - 1) / Traits::kQkStep;
+    auto a = query_iterator();
+    auto b = key_iterator(0);
+    qk.start(a, b, k_tiles);
+    for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
+      if (kAsync && !kInMemory) {
+        if (key0 > 0) __syncthreads();  // every warp is done with V(j-1)
+        start_values(loader, key0, 0);
+      }
+      FragmentS s;
+      s.clear();
+      qk.finish(s, a, b);  // ends with all cp.async landed and a barrier where copies are asynchronous
+      if (!kAsync && !kInMemory) start_values(loader, key0, 0);
+      finish_scores(s, key0);
+      float max[CoordS::kRows], alpha[CoordS::kRows];
+      find_maximum(s, max);
+      if (kExchange) __syncthreads();  // maxima are published
+      store_weights(s, max, alpha);
+      if (!kInMemory) loader.finish();
+      const bool last = key0 + kTileN >= keys_end;
+      if constexpr (kInMemory) publish_factors(alpha, last);
+      __syncthreads();  // P (and V where it passed through registers) is there; every warp is done with K(j)
+      if (!last) {
+        a = query_iterator();
+        b = key_iterator(key0 + kTileN);
+        qk.start(a, b, k_tiles);
+      }
+      if constexpr (kInMemory) {
+        add_to_output(loader, pv, key0);
+      } else {
+        accumulate(o, pv, alpha, keys_end - key0);
+      }
+    }
+  }
+
+  // OutputInMemory: factors of this block's epilogues. The last block divides by the sums.
+  CUTLASS_DEVICE void publish_factors(float (&alpha)[CoordS::kRows], bool last) {
+    float scale[CoordS::kRows];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) scale[i] = 1.f;
+    if (last) {
+      finish_rows(scale);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < CoordS::kRows; ++i) alpha[i] *= scale[i];
+    }
+    publish(smem.scratch.scale, scale);
+    publish(smem.scratch.source_scale, alpha);
+  }
+
+  // OutputInMemory: P V(j), one value tile after the other, added to the output.
+  CUTLASS_DEVICE void add_to_output(typename Traits::ValueLoader& loader, PvMma const& pv, int key0) {
+    for (int column0 = 0; column0 < values; column0 += kValueTile) {
+      start_values(loader, key0, column0);
+      loader.finish();
+      if (kAsync) cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // V's tile is there
+      FragmentO o;
+      o.clear();
+      pv(o, keys_end - key0);
+      store_output(o, smem.epilogue, column0, key0 > 0);
+      __syncthreads();  // every warp is done with V's tile and the epilogue's storage
+    }
+  }
+
+  CUTLASS_DEVICE void run() {
+    FragmentO o;
+    o.clear();
+    if constexpr (kResident) {
+      run_resident(o);
+    } else {
+      run_streamed(o);
+    }
+    if (kInMemory && keys_end > 0) return;
+    float inverse[CoordS::kRows];
+    finish_rows(inverse);
+    publish(smem.scratch.scale, inverse);
+    __syncthreads();  // the epilogue's storage overlaps the first product's operands
+    for (int column0 = 0; column0 < (kInMemory ? values : 1); column0 += kValueTile) {
+      store_output(o, smem.last_epilogue, column0, false);
+    }
+  }
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm) forward_kernel(__grid_constant__ const ForwardArgs args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  ForwardBlock<Traits>(args, *reinterpret_cast<typename Traits::SharedStorage*>(memory)).run();
+}
+
+}  // namespace chained
+}  // namespace memeff

@@ -1,0 +1,200 @@
+// One traits type per kernel: everything the forward kernel needs is derived here from a row of csrc/kernels_rows.py.
+//
+// Memory plan of a thread block (bytes grow to the right; see docs/design.md):
+//   [ Q | K block ]          first product's operands, or a stock pipeline's stages; the epilogue reuses them
+//   [ P | V block ]          second product's operands
+//   [ row scratch ]          maxima exchanged between warps, row scales of the epilogue
+#pragma once
+
+#include "chained/acc_coord.h"
+#include "chained/arch.h"
+#include "chained/early_start.h"
+#include "chained/operand_store.h"
+#include "chained/output_visitor.h"
+#include "chained/resident_mma.h"
+#include "chained/tile_loader.h"
+#include "common/softmax.h"
+#include "cutlass/epilogue/threadblock/epilogue_with_visitor.h"
+#include "cutlass/gemm/threadblock/default_mma.h"
+#include "cutlass/gemm/threadblock/mma_pipelined.h"
+
+namespace memeff {
+namespace chained {
+
+// kM queries, kN keys, kValue columns of the output per thread block.
+template <int kM_, int kN_, int kValue_>
+struct Tile {
+  static constexpr int kM = kM_, kN = kN_, kValue = kValue_;
+};
+
+// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a warp the same rows, so the softmax state of
+// a row stays in the registers of the lanes that hold its scores and its outputs.
+template <int kM_, int kQkN_, int kPvN_>
+struct Warp {
+  static constexpr int kM = kM_, kQkN = kQkN_, kPvN = kPvN_;
+};
+
+// First product: the query tile stays in shared memory for K <= kMaxK, or both operands stream through a stock pipeline.
+template <int kMaxK_>
+struct ResidentQk {
+  static constexpr bool kResident = true;
+  static constexpr int kMaxK = kMaxK_;
+  static constexpr int kStages = 0;
+};
+template <int kStages_>
+struct StreamedQk {
+  static constexpr bool kResident = false;
+  static constexpr int kMaxK = 0;
+  static constexpr int kStages = kStages_;
+};
+
+// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output itself,
+// a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
+struct OutputInRegisters {
+  static constexpr bool kInMemory = false;
+};
+struct OutputInMemory {
+  static constexpr bool kInMemory = true;
+};
+
+struct NoBias {
+  static constexpr bool kBias = false;
+};
+struct TensorBias {
+  static constexpr bool kBias = true;
+};
+
+// The stock main loop of the streamed first product. DefaultMma composes it from the arch; SIMT with a 16-bit input needs
+// iterators of the input's type before fp32 shared memory, which MmaPipelined converts between.
+template <typename Arch, typename Shape, typename WarpShape, int kStages, int kAlignment>
+struct StreamedMmaOf {
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Type = typename cutlass::gemm::threadblock::DefaultMma<
+      typename Arch::Element, Row, kAlignment, typename Arch::Element, Column, kAlignment, float, Row, typename Arch::OpClass,
+      typename Arch::ArchTag, Shape, WarpShape, typename Arch::Instruction, kStages, typename Arch::Operator>::ThreadblockMma;
+};
+template <typename T, typename Shape, typename WarpShape, int kStages, int kAlignment>
+struct StreamedMmaOf<Simt<T>, Shape, WarpShape, kStages, kAlignment> {
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Core = cutlass::gemm::threadblock::DefaultMmaCore<Shape, WarpShape, Gemm<1, 1, 1>, float, Row, float, Column, float, Row,
+                                                          cutlass::arch::OpClassSimt, 2, cutlass::arch::OpMultiplyAdd>;
+  using IteratorA =
+      cutlass::transform::threadblock::PredicatedTileIterator<cutlass::MatrixShape<Shape::kM, Shape::kK>, T, Row, 1,
+                                                              typename Core::IteratorThreadMapA, kAlignment>;
+  using IteratorB =
+      cutlass::transform::threadblock::PredicatedTileIterator<cutlass::MatrixShape<Shape::kK, Shape::kN>, T, Column, 0,
+                                                              typename Core::IteratorThreadMapB, kAlignment>;
+  using Type = cutlass::gemm::threadblock::MmaPipelined<Shape, IteratorA, typename Core::SmemIteratorA, IteratorB,
+                                                        typename Core::SmemIteratorB, float, Row, typename Core::MmaPolicy>;
+};
+
+template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, typename Output_, int kAlignment_, typename Bias_,
+          int kBlocksPerSm_ = 1>
+struct ForwardTraits {
+  using Arch = Arch_;
+  using Element = typename Arch::Element;
+  using MmaElement = typename Arch::MmaElement;
+  using Qk = Qk_;
+  using Output = Output_;
+  static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kValueTile = Tile_::kValue;
+  static constexpr int kAlignment = kAlignment_;
+  static constexpr bool kBias = Bias_::kBias;
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // caps the registers so that this many fit
+  static constexpr int kWarpsM = kTileM / Warp_::kM;
+  static constexpr int kWarpsN = kTileN / Warp_::kQkN;  // > 1: a row's scores are spread over several warps
+  static constexpr int kWarps = kWarpsM * kWarpsN;
+  static constexpr int kThreads = 32 * kWarps;
+  static_assert(kWarps == kWarpsM * (kValueTile / Warp_::kPvN), "both products must use the same warps");
+  static_assert(kTileM % Warp_::kM == 0 && kTileN % Warp_::kQkN == 0 && kValueTile % Warp_::kPvN == 0,
+                "warp tiles must fill the block's tile");
+
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  template <typename Shape, typename WarpShape, typename LayoutB>
+  using Core = cutlass::gemm::threadblock::DefaultMmaCore<Shape, WarpShape, typename Arch::Instruction, MmaElement, Row, MmaElement,
+                                                          LayoutB, float, Row, typename Arch::OpClass, Arch::kAsync ? 3 : 2,
+                                                          typename Arch::Operator>;
+
+  // S = Q K^T
+  static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
+  using QkShape = Gemm<kTileM, kTileN, kQkStep>;
+  using QkWarpShape = Gemm<Warp_::kM, Warp_::kQkN, kQkStep>;
+
+  template <typename Q, typename = void>
+  struct QkOf {  // streamed
+    using Mma = EarlyStart<typename StreamedMmaOf<Arch, QkShape, QkWarpShape, Q::kStages, kAlignment>::Type>;
+    using Operator = typename Mma::Operator;
+    struct NoLoader {};
+    using QueryLoader = NoLoader;
+    using KeyLoader = NoLoader;
+  };
+  template <typename Q>
+  struct QkOf<Q, std::enable_if_t<Q::kResident>> {
+    static_assert(Arch::kAsync, "a resident query tile needs cp.async");
+    static constexpr int kStages = Q::kMaxK / kQkStep;
+    using C = Core<QkShape, QkWarpShape, Column>;
+    using Mma = ResidentMma<C, kStages>;
+    using Operator = typename Mma::Operator;
+    template <typename ThreadMap>
+    using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
+    using QueryLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapA>, typename C::SmemIteratorA, true>;
+    using KeyLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapB>, typename C::SmemIteratorB, false>;
+  };
+  using QkMma = typename QkOf<Qk>::Mma;
+  using QueryLoader = typename QkOf<Qk>::QueryLoader;
+  using KeyLoader = typename QkOf<Qk>::KeyLoader;
+  using FragmentS = typename QkMma::FragmentC;
+  using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
+
+  // O += P V
+  static constexpr int kPvStep = kTileN < Arch::kPvStep ? kTileN : Arch::kPvStep;
+  static constexpr int kPvStages = kTileN / kPvStep;
+  using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
+  using PvMma = ResidentMma<PvCore, kPvStages>;
+  using FragmentO = typename PvMma::FragmentC;
+  using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
+  static_assert(CoordO::kRows == CoordS::kRows, "both products must give a lane the same rows");
+  using ValueLoaderBase =
+      TileLoaderBase<Element, typename PvCore::IteratorThreadMapB, kPvStages, StageAlong::kRows, kPvStep, kAlignment>;
+  using ValueLoader = std::conditional_t<Arch::kAsync, AsyncTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>,
+                                         RegisterTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>>;
+  using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
+
+  // Output
+  static constexpr int kPerStore = kAlignment == 1 || Arch::kSimt ? 1 : 16 / int(sizeof(Element));
+  using StockEpilogue =
+      typename EpilogueOf<Arch, Gemm<kTileM, kValueTile, kPvStep>, typename PvMma::Operator, kPerStore>::Type;
+  using OutputIterator = typename StockEpilogue::OutputTileIterator;
+  using SourceIterator = cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
+  using Source = std::conditional_t<Output::kInMemory, FloatSource<SourceIterator>, NoSource>;
+  using Visitor = OutputVisitor<OutputIterator, Source>;
+  using Epilogue = typename cutlass::epilogue::threadblock::EpilogueWithVisitorFromExistingEpilogue<Visitor, StockEpilogue>::Epilogue;
+  static_assert(!Output::kInMemory || std::is_same<Element, float>::value, "the output is the accumulator: it must be fp32");
+
+  using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
+
+  struct Scratch {
+    float row_max[kWarpsN][kTileM];   // exchanged between the warps of a row
+    float row_sum[kWarpsN][kTileM];
+    float scale[kTileM];              // epilogue: factor of the accumulators
+    float source_scale[kTileM];       // epilogue: factor of what the output already holds
+  };
+  struct SharedStorage {
+    union {
+      typename QkMma::Base::SharedStorage qk;
+      typename Epilogue::SharedStorage last_epilogue;  // after the last key block
+    };
+    typename PvMma::Base::SharedStorage pv;
+    struct Empty {};
+    std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage, Empty> epilogue;  // between key blocks
+    Scratch scratch;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");
+  static_assert(kThreads <= 512, "255 registers a thread do not allow more than 256 threads, 128 not more than 512");
+};
+
+}  // namespace chained
+}  // namespace memeff

@@ -1,0 +1,78 @@
+// Which (batch, head, query tile, value slab) a thread block works on.
+//
+// The grid is one-dimensional: blocks = B * H * query tiles * value slabs, so no dimension meets the 65535 limit.
+// Blocks are numbered so that those running at the same time share keys and values in L2:
+//
+//   section 0: heads 0 .. section_heads-1     | section 1: the next heads ...
+//   [tile T-1: every head of the section][tile T-2: ...] ... [tile 0: ...]      longest_first (causal)
+//   [head 0: every tile][head 1: every tile] ...                                otherwise (section_heads = 1)
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+
+namespace memeff {
+
+struct TileMap {
+  uint32_t blocks = 0;         // size of the grid
+  uint32_t batch_heads = 1;    // B * H
+  uint32_t heads = 1;          // H
+  uint32_t tiles = 1;          // ceil(M / kTileM)
+  uint32_t slabs = 1;          // ceil(Kv / kValueTile)
+  uint32_t section_heads = 1;  // heads that share a section
+  bool longest_first = false;  // causal: the last query tiles see the most keys
+};
+
+struct TileCoord {
+  uint32_t batch, head, tile, slab;
+};
+
+// L2 that a section's keys and values may fill: half of the smallest L2 among the data-centre parts (V100: 6 MB is
+// less, there a section is one head; A100 40 MB; H200 60 MB).
+constexpr int64_t kSectionBytes = 16 << 20;
+
+// Returns blocks = 0 when the grid would exceed the launch limit of 2^31 - 1.
+inline TileMap make_tile_map(int64_t batch, int heads, int queries, int tile_m, int value_dim, int value_tile,
+                             int64_t bytes_per_head, bool longest_first) {
+  TileMap map;
+  const int64_t tiles = (int64_t(queries) + tile_m - 1) / tile_m;
+  const int64_t slabs = (int64_t(value_dim) + value_tile - 1) / value_tile;
+  const int64_t blocks = batch * heads * tiles * slabs;
+  if (batch * heads > INT32_MAX || blocks > INT32_MAX) return map;
+  map.blocks = uint32_t(blocks);
+  map.batch_heads = uint32_t(batch * heads);
+  map.heads = uint32_t(heads);
+  map.tiles = uint32_t(tiles);
+  map.slabs = uint32_t(slabs);
+  map.longest_first = longest_first;
+  if (longest_first) {
+    const int64_t fit = kSectionBytes / (bytes_per_head > 0 ? bytes_per_head : 1);
+    map.section_heads = uint32_t(fit < 1 ? 1 : fit > int64_t(map.batch_heads) ? int64_t(map.batch_heads) : fit);
+  }
+  return map;
+}
+
+CUTLASS_DEVICE TileCoord locate(TileMap const& map, uint32_t block) {
+  TileCoord coord;
+  coord.slab = block % map.slabs;
+  uint32_t rest = block / map.slabs;
+  uint32_t batch_head;
+  if (map.longest_first) {
+    const uint32_t per_section = map.section_heads * map.tiles;
+    const uint32_t section = rest / per_section;
+    rest -= section * per_section;
+    const uint32_t first = section * map.section_heads;
+    const uint32_t heads_here = map.batch_heads - first < map.section_heads ? map.batch_heads - first : map.section_heads;
+    coord.tile = map.tiles - 1 - rest / heads_here;
+    batch_head = first + rest % heads_here;
+  } else {
+    coord.tile = rest % map.tiles;
+    batch_head = rest / map.tiles;
+  }
+  coord.batch = batch_head / map.heads;
+  coord.head = batch_head % map.heads;
+  return coord;
+}
+
+}  // namespace memeff

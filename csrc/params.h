@@ -1,0 +1,77 @@
+// The kernel ABI: what a launcher of this library takes. Plain C++17, no CUDA and no torch types.
+//
+// Names (as in docs/design.md): B batch, M queries, N keys, G head groups, H heads in all (H = G * heads_per_group),
+// K head dimension of query and key, Kv head dimension of value. Strides count elements, never bytes, and are 64-bit.
+// Head h belongs to group h / heads_per_group; its data starts at
+//   pointer + b * stride_b + (h / heads_per_group) * stride_g + (h % heads_per_group) * stride_h.
+// That one rule covers BMHK (G = 1), 5-D BMGHK of any strides, and grouped heads (key, value: stride_h = 0).
+#pragma once
+
+#include <cstdint>
+
+namespace memeff {
+
+enum class DType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2, kBool = 3 };
+
+// What fp32 products may do. 16-bit inputs ignore it.
+enum class Math : int32_t { kIeee = 0, kTf32 = 1 };
+
+// Which corner the diagonal is anchored to. Query i sees key j when
+//   kTopLeft:     j <= i
+//   kBottomRight: j <= i + (N - M)       (N - M may be negative: the first M - N queries then see nothing)
+enum class Causal : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+
+// A read-only operand [B, M or N, G, heads_per_group, K or Kv]; the last stride is 1.
+struct TensorView {
+  const void* data = nullptr;  // device address; never null for a launch
+  int64_t stride_b = 0;        // elements; 0 for a broadcast dimension
+  int64_t stride_g = 0;
+  int64_t stride_h = 0;
+  int64_t stride_m = 0;  // from one query (or key) to the next
+};
+
+struct OutputView {
+  void* data = nullptr;
+  int64_t stride_b = 0;
+  int64_t stride_g = 0;
+  int64_t stride_h = 0;
+  int64_t stride_m = 0;
+};
+
+// Additive bias, broadcastable to [B, G, heads_per_group, M, N]; every stride may be 0. kBool: true = visible.
+struct BiasView {
+  const void* data = nullptr;  // null: no bias
+  DType dtype = DType::kF16;   // the query's dtype, kF32 or kBool
+  int64_t stride_b = 0;
+  int64_t stride_g = 0;
+  int64_t stride_h = 0;
+  int64_t stride_m = 0;
+  int64_t stride_n = 0;
+};
+
+// Log-sum-exp, natural logarithm, fp32, [B, G, heads_per_group, M]; the last stride is 1. -inf where no key is visible.
+struct LseView {
+  float* data = nullptr;  // null: not wanted
+  int64_t stride_b = 0;
+  int64_t stride_g = 0;
+  int64_t stride_h = 0;
+};
+
+// out = softmax(scale * query keyT + bias, over visible keys) value
+struct ForwardParams {
+  TensorView query, key, value;
+  OutputView out;
+  BiasView bias;
+  LseView lse;
+  int64_t batch = 0;            // B >= 1
+  int32_t queries = 0;          // M >= 1
+  int32_t keys = 0;             // N >= 1
+  int32_t heads = 0;            // H >= 1, query heads in all
+  int32_t heads_per_group = 1;  // divides heads
+  int32_t head_dim = 0;         // K >= 1
+  int32_t value_dim = 0;        // Kv >= 1
+  float scale = 1.f;            // any finite number, 0 and negative included
+  Causal causal = Causal::kNone;
+};
+
+}  // namespace memeff
