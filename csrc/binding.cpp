@@ -1,0 +1,196 @@
+// The Python module memeff_attn._C: the only file that knows Python. Its calls are described in memeff_attn/_C.pyi.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <sstream>
+
+#include "device.h"
+#include "dispatch.h"
+#include "tensor_desc.h"
+
+namespace py = pybind11;
+
+namespace memeff {
+namespace {
+
+// The exchange table of a tensor type; the last type seen is kept, for ever, so that its address stays its own.
+const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
+  static PyTypeObject* known_type = nullptr;
+  static const dlpack::ExchangeApi* known_api = nullptr;
+  if (type == known_type) return known_api;
+  const py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
+  if (capsule.is_none()) throw py::type_error("no __dlpack_c_exchange_api__: forward_scalars takes such tensors");
+  auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) throw py::error_already_set();
+  while (api != nullptr && api->version.major != 1) api = api->previous;
+  if (api == nullptr || api->tensor_from_py_object == nullptr)
+    throw py::type_error("this torch's DLPack exchange is not of version 1: forward_scalars takes its tensors");
+  Py_INCREF(type);
+  known_type = type;
+  return known_api = api;
+}
+
+TensorDesc desc_of(py::handle tensor) {
+  if (tensor.is_none()) return {};
+  dlpack::Tensor view;
+  if (exchange_api(Py_TYPE(tensor.ptr()))->tensor_from_py_object(tensor.ptr(), &view) != 0)
+    throw py::error_already_set();
+  return from_dlpack(view);
+}
+
+// (address, DType, shape, strides)
+TensorDesc desc_of_scalars(py::handle scalars, int device) {
+  if (scalars.is_none()) return {};
+  const auto [address, dtype, shape, strides] =
+      scalars.cast<std::tuple<uintptr_t, int32_t, std::vector<int64_t>, std::vector<int64_t>>>();
+  if (shape.size() != strides.size()) throw py::value_error("shape and strides have different lengths");
+  TensorDesc desc;
+  desc.data = reinterpret_cast<void*>(address);
+  desc.dtype = dtype;
+  desc.device_type = device >= 0 ? kCudaDevice : 1;
+  desc.device = device;
+  desc.rank = shape.empty() ? kMaxRank + 1 : int32_t(shape.size());
+  for (size_t i = 0; i < shape.size() && i < kMaxRank; ++i) desc.shape[i] = shape[i], desc.strides[i] = strides[i];
+  return desc;
+}
+
+Status launch(const ForwardCall& args, uintptr_t stream) {
+  ForwardParams params;
+  Request request;
+  if (Status s = make_forward(args, &params, &request); !s.ok()) return s;
+  DeviceFacts facts;
+  if (Status s = device_facts(args.query.device, &facts); !s.ok()) return s;
+  request.sm = facts.sm, request.smem_optin = facts.smem_optin, request.sm_count = facts.sm_count;
+  const KernelRow* row = nullptr;
+  if (Status s = select(request, &row); !s.ok()) return s;
+  const DeviceGuard guard(args.query.device);
+  if (!guard.status().ok()) return guard.status();
+  return row->launch(params, reinterpret_cast<CUstream_st*>(stream));
+}
+
+py::object answer(const Status& status) {
+  if (status.ok()) return py::none();
+  return py::make_tuple(int(status.code), status.message);
+}
+
+py::object forward(py::handle query, py::handle key, py::handle value, py::handle bias, py::handle out, py::handle lse,
+                   float scale, int causal, bool tf32, std::string variant, uintptr_t stream) {
+  const ForwardCall args{desc_of(query), desc_of(key), desc_of(value), desc_of(bias), desc_of(out),
+                         desc_of(lse),   scale,        causal,         tf32,          std::move(variant)};
+  return answer(launch(args, stream));
+}
+
+py::object forward_scalars(py::handle query, py::handle key, py::handle value, py::handle bias, py::handle out,
+                           py::handle lse, float scale, int causal, bool tf32, std::string variant, uintptr_t stream,
+                           int device) {
+  const auto desc = [device](py::handle scalars) { return desc_of_scalars(scalars, device); };
+  const ForwardCall args{desc(query), desc(key), desc(value), desc(bias), desc(out),
+                         desc(lse),   scale,     causal,      tf32,       std::move(variant)};
+  return answer(launch(args, stream));
+}
+
+DType dtype_from(const std::string& name) {
+  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32})
+    if (name == dtype_name(dtype)) return dtype;
+  throw py::value_error("dtype is \"" + name + "\", not \"f16\", \"bf16\" or \"f32\"");
+}
+
+Request request_of(const py::dict& fields) {
+  Request r;
+  for (const auto& [key, value] : fields) {
+    const auto name = key.cast<std::string>();
+    if (name == "dtype")
+      r.dtype = dtype_from(value.cast<std::string>());
+    else if (name == "math")
+      r.math = value.cast<std::string>() == "tf32" ? Math::kTf32 : Math::kIeee;
+    else if (name == "variant")
+      r.variant = value.is_none() ? "" : value.cast<std::string>();
+    else if (name == "has_bias")
+      r.has_bias = value.cast<bool>();
+    else if (name == "any_build")
+      r.any_build = value.cast<bool>();
+    else if (name == "sm")
+      r.sm = value.cast<int32_t>();
+    else if (name == "smem_optin")
+      r.smem_optin = value.cast<int32_t>();
+    else if (name == "sm_count")
+      r.sm_count = value.cast<int32_t>();
+    else if (name == "B")
+      r.batch = value.cast<int64_t>();
+    else if (name == "M")
+      r.queries = value.cast<int64_t>();
+    else if (name == "N")
+      r.keys = value.cast<int64_t>();
+    else if (name == "H")
+      r.heads = value.cast<int64_t>();
+    else if (name == "K")
+      r.head_dim = value.cast<int32_t>();
+    else if (name == "Kv")
+      r.value_dim = value.cast<int32_t>();
+    else if (name == "alignment")
+      r.alignment = value.cast<int32_t>();
+    else
+      throw py::key_error("a request has no field \"" + name + "\"");
+  }
+  return r;
+}
+
+std::vector<std::string> built_archs() {
+  std::istringstream words{kBuildInfo.archs};
+  std::vector<std::string> archs;
+  for (std::string word; words >> word;) archs.push_back(word);
+  return archs;
+}
+
+py::dict row_dict(const KernelRow& row) {
+  py::list archs;
+  for (int32_t sass : row.sass)
+    if (sass != 0) archs.append("sm_" + std::to_string(sass) + (row.arch_specific ? "a" : ""));
+  if (row.ptx != 0) archs.append("compute_" + std::to_string(row.ptx));
+  using py::literals::operator""_a;
+  return py::dict("name"_a = row.name, "family"_a = row.family, "arch"_a = row.arch, "dtype"_a = dtype_name(row.dtype),
+                  "math"_a = row.math == Math::kTf32 ? "tf32" : "ieee", "max_k"_a = row.max_k, "max_kv"_a = row.max_kv,
+                  "alignment"_a = row.alignment, "bias"_a = row.bias, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
+                  "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
+                  "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_sm"_a = row.min_sm,
+                  "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill, "built_archs"_a = archs,
+                  "built"_a = row.launch != nullptr);
+}
+
+std::string select_name(const py::dict& request) {
+  const KernelRow* row = nullptr;
+  return select(request_of(request), &row).ok() ? row->name : "";
+}
+
+py::list variants() {
+  py::list rows;
+  for (int i = 0; i < kKernelCount; ++i) rows.append(row_dict(kKernelTable[i]));
+  return rows;
+}
+
+py::dict device_info(int device) {
+  DeviceFacts facts;
+  std::string name;
+  Status status = device_facts(device, &facts);
+  if (status.ok()) status = device_name(device, &name);
+  if (!status.ok()) throw std::runtime_error(status.message);
+  using py::literals::operator""_a;
+  return py::dict("sm"_a = facts.sm, "smem_optin"_a = facts.smem_optin, "sm_count"_a = facts.sm_count, "name"_a = name);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("forward", &forward);
+  m.def("forward_scalars", &forward_scalars);
+  m.def("select", &select_name);
+  m.def("explain", [](const py::dict& request) { return explain(request_of(request)); });
+  m.def("variants", &variants);
+  m.def("built_archs", &built_archs);
+  m.def("cuda_version", [] { return kBuildInfo.cuda_version; });
+  m.def("device_info", &device_info);
+  m.attr("source_hash") = kBuildInfo.source_hash;
+  m.attr("is_cuda_build") = !is_host_only();
+}
+
+}  // namespace memeff

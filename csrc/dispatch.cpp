@@ -1,0 +1,280 @@
+#include "dispatch.h"
+
+#include <cstring>
+#include <map>
+#include <utility>
+
+namespace memeff {
+namespace {
+
+using std::to_string;
+
+std::string kilobytes(int64_t bytes) { return to_string((bytes + 1023) / 1024) + " KB"; }
+
+// Shared memory a block may opt into, bytes, and SMs of the usual chip: CUDA programming guide, compute capabilities.
+struct ChipFacts {
+  int32_t sm, smem_optin, sm_count;
+};
+constexpr ChipFacts kChips[] = {
+    {70, 96 * 1024, 80},  {75, 64 * 1024, 40},   {80, 163 * 1024, 108},  {86, 99 * 1024, 84},   {87, 163 * 1024, 16},
+    {89, 99 * 1024, 142}, {90, 227 * 1024, 132}, {100, 227 * 1024, 148}, {120, 99 * 1024, 188},
+};
+
+Request with_chip_facts(Request request) {
+  ChipFacts facts = kChips[0];
+  for (const ChipFacts& chip : kChips)
+    if (chip.sm <= request.sm) facts = chip;
+  if (request.smem_optin <= 0) request.smem_optin = facts.smem_optin;
+  if (request.sm_count <= 0) request.sm_count = facts.sm_count;
+  return request;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return b > 0 ? (a + b - 1) / b : a; }
+
+double blocks_per_sm(const KernelRow& row, const Request& request) {
+  const int64_t slabs = row.max_kv == 0 ? ceil_div(request.value_dim, row.value_tile) : 1;
+  const double blocks =
+      double(request.batch) * double(request.heads) * double(ceil_div(request.queries, row.tile_m)) * double(slabs);
+  return blocks / double(request.sm_count);
+}
+
+// Machine code runs on its own major capability from its minor one up; PTX on anything at least as new.
+bool has_code(const KernelRow& row, const Request& request) {
+  if (request.any_build || is_host_only()) return true;
+  if (row.launch == nullptr) return false;
+  for (int32_t sass : row.sass) {
+    if (sass == 0) break;
+    if (row.arch_specific ? sass == request.sm : sass / 10 == request.sm / 10 && sass <= request.sm) return true;
+  }
+  return row.ptx != 0 && row.ptx <= request.sm;
+}
+
+std::string built_for(const KernelRow& row) {
+  if (row.launch == nullptr) return "is not built";
+  std::string text = "is built for";
+  for (int32_t sass : row.sass)
+    if (sass != 0) text += " sm_" + to_string(sass);
+  return row.ptx == 0 ? text : text + " and newer";
+}
+
+std::string preferred_range(const KernelRow& row) {
+  if (row.max_sm >= 999) return "sm_" + to_string(row.min_sm) + " and newer";
+  if (row.max_sm == row.min_sm) return "sm_" + to_string(row.min_sm);
+  return "sm_" + to_string(row.min_sm) + " to sm_" + to_string(row.max_sm);
+}
+
+// What a request must meet, cheapest and most telling first. `automatic` rules hold back only the automatic choice.
+struct Rule {
+  bool automatic;
+  bool (*fits)(const KernelRow&, const Request&);
+  std::string (*reason)(const KernelRow&, const Request&);
+};
+
+constexpr Rule kRules[] = {
+    {false, [](const KernelRow& k, const Request& r) { return k.dtype == r.dtype; },
+     [](const KernelRow& k, const Request& r) {
+       return std::string("takes ") + dtype_name(k.dtype) + ", not " + dtype_name(r.dtype);
+     }},
+    {true, [](const KernelRow& k, const Request& r) { return k.min_sm <= r.sm && r.sm <= k.max_sm; },
+     [](const KernelRow& k, const Request& r) {
+       return "is for " + preferred_range(k) + ", the GPU is sm_" + to_string(r.sm);
+     }},
+    {false, has_code,
+     [](const KernelRow& k, const Request& r) {
+       return built_for(k) + ", no code for sm_" + to_string(r.sm) + " in this build";
+     }},
+    {false, [](const KernelRow& k, const Request& r) { return k.math == Math::kIeee || r.math == Math::kTf32; },
+     [](const KernelRow&, const Request&) {
+       return std::string("computes in TF32, which torch does not allow now (torch.backends.cuda.matmul)");
+     }},
+    {false, [](const KernelRow& k, const Request& r) { return k.bias == r.has_bias; },
+     [](const KernelRow& k, const Request&) {
+       return std::string(k.bias ? "is for a bias, none is given" : "takes no bias, one is given");
+     }},
+    {false, [](const KernelRow& k, const Request& r) { return k.max_k == 0 || r.head_dim <= k.max_k; },
+     [](const KernelRow& k, const Request& r) {
+       return "takes K up to " + to_string(k.max_k) + ", K is " + to_string(r.head_dim);
+     }},
+    {false, [](const KernelRow& k, const Request& r) { return k.max_kv == 0 || r.value_dim <= k.max_kv; },
+     [](const KernelRow& k, const Request& r) {
+       return "takes Kv up to " + to_string(k.max_kv) + ", Kv is " + to_string(r.value_dim);
+     }},
+    {false, [](const KernelRow& k, const Request& r) { return r.alignment % k.alignment == 0; },
+     [](const KernelRow& k, const Request& r) {
+       return "needs addresses, strides, K and Kv in multiples of " + to_string(k.alignment) +
+              " elements, here they share " + to_string(r.alignment);
+     }},
+    {false, [](const KernelRow& k, const Request& r) { return k.smem_bytes <= r.smem_optin; },
+     [](const KernelRow& k, const Request& r) {
+       return "needs " + kilobytes(k.smem_bytes) + " of shared memory a block, sm_" + to_string(r.sm) + " has " +
+              kilobytes(r.smem_optin);
+     }},
+    {true, [](const KernelRow& k, const Request& r) { return k.max_m == 0 || r.queries <= k.max_m; },
+     [](const KernelRow& k, const Request& r) {
+       return "is chosen for M up to " + to_string(k.max_m) + ", M is " + to_string(r.queries);
+     }},
+    {true,
+     [](const KernelRow& k, const Request& r) {
+       return k.max_blocks_per_sm == 0 || blocks_per_sm(k, r) <= k.max_blocks_per_sm;
+     },
+     [](const KernelRow&, const Request&) { return std::string("is chosen for smaller grids"); }},
+};
+
+bool fits(const KernelRow& row, const Request& request) {
+  for (const Rule& rule : kRules)
+    if (!rule.fits(row, request)) return false;
+  return true;
+}
+
+const KernelRow* find(const std::string& name) {
+  for (int i = 0; i < kKernelCount; ++i)
+    if (name == kKernelTable[i].name) return &kKernelTable[i];
+  return nullptr;
+}
+
+const KernelRow* first_fitting(const Request& request) {
+  for (int i = 0; i < kKernelCount; ++i)
+    if (fits(kKernelTable[i], request)) return &kKernelTable[i];
+  return nullptr;
+}
+
+std::string join(const std::vector<std::string>& parts, const char* separator) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : separator) + part;
+  return text;
+}
+
+std::string unknown_variant(const std::string& name) {
+  return "no kernel variant is named \"" + name + "\"; `python -m memeff_attn.info` lists the " +
+         to_string(kKernelCount) + " there are";
+}
+
+std::string request_line(const Request& r) {
+  return std::string("forward, ") + dtype_name(r.dtype) + (r.math == Math::kTf32 ? " (TF32 allowed)" : "") + ", B " +
+         to_string(r.batch) + ", M " + to_string(r.queries) + ", N " + to_string(r.keys) + ", H " + to_string(r.heads) +
+         ", K " + to_string(r.head_dim) + ", Kv " + to_string(r.value_dim) + ", common alignment " +
+         to_string(r.alignment) + (r.has_bias ? ", with bias" : ", no bias") + ", on sm_" + to_string(r.sm);
+}
+
+std::string row_facts(const KernelRow& row) {
+  return "tile " + to_string(row.tile_m) + " queries x " + to_string(row.tile_n) + " keys, value tile " +
+         to_string(row.value_tile) + ", " + to_string(row.threads) + " threads, " + kilobytes(row.smem_bytes) +
+         " of shared memory";
+}
+
+// Why a choice may be slower than the user expects.
+std::string note(const KernelRow& row, const Request& r) {
+  if (std::strcmp(row.arch, "simt") == 0)
+    return "\n  note: sm_" + to_string(r.sm) + " has no tensor-core path for " + dtype_name(r.dtype) +
+           " in this library; SIMT computes in fp32, slower";
+  if (row.alignment < r.alignment || r.alignment >= 4 || row.alignment > 1) return "";
+  return "\n  note: unaligned sizes, strides or addresses; multiples of 8 elements (fp32: 4) run faster";
+}
+
+std::string others(const KernelRow* chosen, const Request& request) {
+  const int limit = chosen != nullptr ? 1 : 2;  // where nothing fits, the user looks for the nearest miss
+  // Groups in order of first appearance, each with the names of its rows.
+  std::vector<std::pair<std::string, std::vector<std::string>>> groups;
+  std::map<std::string, size_t> index;
+  for (int i = 0; i < kKernelCount; ++i) {
+    const KernelRow& row = kKernelTable[i];
+    if (&row == chosen) continue;
+    std::string text = join(reasons(row, request, false, limit), "; ");
+    if (text.empty()) text = "fits too, comes later in the list";
+    const auto [at, is_new] = index.emplace(text, groups.size());
+    if (is_new) groups.push_back({text, {}});
+    groups[at->second].second.push_back(row.name);
+  }
+  constexpr size_t kShown = 4;  // names a line: enough to recognise the group
+  std::string text;
+  for (auto& [reason, names] : groups) {
+    const size_t total = names.size();
+    if (total > kShown) names.resize(kShown);
+    text += "\n  - " + reason + ": " + join(names, ", ");
+    if (total > kShown) text += " and " + to_string(total - kShown) + " more";
+  }
+  return text;
+}
+
+std::string no_kernel_text(const Request& request) {
+  if (kKernelCount == 0) return "this build has no kernel at all";
+  if (!request.any_build) {
+    Request anywhere = request;
+    anywhere.any_build = true;
+    if (const KernelRow* row = first_fitting(anywhere))
+      return "this build has no code for sm_" + to_string(request.sm) + " (it has " + kBuildInfo.archs +
+             "); one with MEMEFF_CUDA_ARCHS=" + to_string(request.sm) + " would run " + row->name;
+  }
+  return std::string("no kernel takes ") + dtype_name(request.dtype) + " on sm_" + to_string(request.sm) +
+         " with these sizes";
+}
+
+}  // namespace
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return "f16";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kF32:
+      return "f32";
+    case DType::kBool:
+      return "bool";
+  }
+  return "unknown";
+}
+
+bool is_host_only() {
+  static const bool host_only = std::strcmp(kBuildInfo.cuda_version, "none") == 0;
+  return host_only;
+}
+
+std::vector<std::string> reasons(const KernelRow& row, const Request& request, bool forced, int limit) {
+  std::vector<std::string> found;
+  for (const Rule& rule : kRules) {
+    if (forced && rule.automatic) continue;
+    if (!rule.fits(row, request)) found.push_back(rule.reason(row, request));
+    if (int(found.size()) == limit) break;
+  }
+  return found;
+}
+
+Status select(const Request& asked, const KernelRow** row) {
+  const Request request = with_chip_facts(asked);
+  *row = nullptr;
+  if (request.variant.empty()) {
+    *row = first_fitting(request);
+    if (*row == nullptr) return {Code::kUnsupported, explain(request)};
+    return {};
+  }
+  const KernelRow* forced = find(request.variant);
+  if (forced == nullptr) return {Code::kInvalid, unknown_variant(request.variant)};
+  if (!reasons(*forced, request, true, 1).empty()) return {Code::kUnsupported, explain(request)};
+  *row = forced;
+  return {};
+}
+
+std::string explain(const Request& asked) {
+  const Request request = with_chip_facts(asked);
+  std::string text = request_line(request);
+  if (is_host_only()) text += "\n  this build is host-only: it names the kernel but has no code for any GPU";
+  const KernelRow* chosen = nullptr;
+  if (request.variant.empty()) {
+    chosen = first_fitting(request);
+    text += chosen ? std::string("\nchosen: ") + chosen->name + " (the first of the list that fits; " +
+                         row_facts(*chosen) + ")"
+                   : "\nchosen: none; " + no_kernel_text(request);
+  } else {
+    chosen = find(request.variant);
+    if (chosen == nullptr) return text + "\nchosen: none; " + unknown_variant(request.variant);
+    const std::vector<std::string> against = reasons(*chosen, request, true, 8);
+    if (!against.empty()) return text + "\nchosen: none; forced " + chosen->name + " " + join(against, "; ");
+    text += std::string("\nchosen: ") + chosen->name + " (forced; " + row_facts(*chosen) + ")";
+  }
+  if (chosen != nullptr) text += note(*chosen, request);
+  const std::string rest = others(chosen, request);
+  return rest.empty() ? text : text + "\nthe others:" + rest;
+}
+
+}  // namespace memeff

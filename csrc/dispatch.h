@@ -1,0 +1,80 @@
+// Request -> the first row of the variant list that fits it, and why the others do not. Plain C++17: no CUDA, no
+// Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "params.h"
+#include "status.h"
+
+struct CUstream_st;  // what cudaStream_t points to
+
+namespace memeff {
+
+using LaunchForward = Status (*)(const ForwardParams&, CUstream_st*);
+
+// One row of the list in kernels_rows.py (fields are explained there) and the code this build has for it.
+struct KernelRow {
+  const char* name;
+  const char* family;
+  const char* arch;
+  DType dtype;
+  Math math;
+  int32_t max_k, max_kv;  // 0: any
+  int32_t alignment;      // elements
+  bool bias;
+  int32_t tile_m, tile_n, value_tile, threads, smem_bytes;
+  int32_t max_m;             // 0: any; automatic choice only
+  double max_blocks_per_sm;  // 0: any; automatic choice only
+  int32_t min_sm, max_sm;    // automatic choice only
+  bool allow_spill;          // the build accepts register spills
+  bool arch_specific;        // its code runs on exactly the archs in sass
+  int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
+  int32_t ptx;               // compute capability of the embedded PTX, 0: none
+  LaunchForward launch;      // null: not built
+};
+
+struct BuildInfo {
+  const char* source_hash;
+  const char* cuda_version;  // "none": host-only
+  const char* archs;         // such as "sm_80 sm_90 compute_90"
+};
+
+// Generated (kernel_table.cpp).
+extern const KernelRow kKernelTable[];
+extern const int kKernelCount;
+extern const BuildInfo kBuildInfo;
+
+struct Request {
+  int32_t sm = 0;          // compute capability as a number: 80, 90
+  int32_t smem_optin = 0;  // bytes of shared memory a block may ask for; 0: that of the sm
+  int32_t sm_count = 0;    // 0: that of the sm's usual chip
+  DType dtype = DType::kF16;
+  Math math = Math::kIeee;
+  int64_t batch = 1;
+  int64_t queries = 1;
+  int64_t keys = 1;
+  int64_t heads = 1;
+  int32_t head_dim = 1;
+  int32_t value_dim = 1;
+  int32_t alignment = 1;  // elements: the largest power of two that divides what rows ask about (see kernels_rows.py)
+  bool has_bias = false;
+  bool any_build = false;  // answer for a build that has every row (a host-only build always does)
+  std::string variant;     // forced row; empty: automatic
+};
+
+const char* dtype_name(DType dtype);
+bool is_host_only();
+
+// The row, or why there is none: kInvalid for an unknown forced name, kUnsupported with explain()'s text otherwise.
+Status select(const Request& request, const KernelRow** row);
+
+// Which row runs and why; every other row under its first reasons.
+std::string explain(const Request& request);
+
+// First reasons against a row, at most `limit`; empty where it fits.
+std::vector<std::string> reasons(const KernelRow& row, const Request& request, bool forced, int limit = 2);
+
+}  // namespace memeff

@@ -1,0 +1,319 @@
+"""The generator: reads the variant list (kernels_rows.py), writes kernel units and the dispatch table into a build folder.
+
+    python csrc/kernels.py --list                 names, in order of preference
+    python csrc/kernels.py --list --json          every field
+    python csrc/kernels.py --hash                 what _C.source_hash is compared with
+    python csrc/kernels.py --generate DIR --archs 80,90a [--families native|all|NAMES] [--only REGEX]
+
+Needs nothing but Python. The build (build_tools/build_kernels.py) imports it; nothing generated is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CSRC = Path(__file__).resolve().parent
+ROWS_FILE = CSRC / "kernels_rows.py"
+
+# Oldest compute capability that the instructions of a sub-family exist on.
+ARCH_MINIMUM = {"sm70": 70, "sm75": 75, "sm80": 80, "sm90": 90, "simt": 70}
+# Sub-families written for arch-specific features (wgmma): they need the "a" target and run on that arch alone.
+ARCH_SPECIFIC = {"sm90"}
+ROWS_PER_UNIT = (
+    2  # one unit parses CUTLASS once (10 s) and holds few enough kernels to keep every core busy
+)
+DTYPES = {"f16": "kF16", "bf16": "kBF16", "f32": "kF32"}
+MATHS = {"ieee": "kIeee", "tf32": "kTf32"}
+HASHED_SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".py"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """One target: "90" is (90, False), "90a" is (90, True)."""
+
+    number: int
+    specific: bool = False
+
+    @property
+    def code(self) -> str:
+        return f"{self.number}{'a' if self.specific else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltRow:
+    """A row and the code that this build gives it."""
+
+    row: Any
+    sass: tuple[Arch, ...]
+    ptx: Arch | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    name: str
+    rows: tuple[BuiltRow, ...]
+
+    @property
+    def sass(self) -> tuple[Arch, ...]:
+        return self.rows[0].sass
+
+    @property
+    def ptx(self) -> Arch | None:
+        return self.rows[0].ptx
+
+
+def load_rows(path: Path = ROWS_FILE) -> list[Any]:
+    """The variant list; empty while the file does not exist."""
+    if not path.exists():
+        return []
+    spec = importlib.util.spec_from_file_location("kernels_rows", path)
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules["kernels_rows"] = module  # dataclasses look their module up by name
+    keep = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = keep
+    rows = list(module.VARIANTS)
+    check_rows(rows)
+    return rows
+
+
+def check_rows(rows: list[Any]) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", row.name):
+            raise ValueError(f"row {row.name!r}: a name is lower case letters, digits and _")
+        if row.name in seen:
+            raise ValueError(f"row {row.name}: the name is used twice")
+        seen.add(row.name)
+        for field, allowed in (("arch", ARCH_MINIMUM), ("dtype", DTYPES), ("math", MATHS)):
+            if getattr(row, field) not in allowed:
+                got = getattr(row, field)
+                raise ValueError(f"row {row.name}: {field} is {got!r}, not one of {list(allowed)}")
+        if not row.min_sm <= row.max_sm:
+            raise ValueError(f"row {row.name}: min_sm {row.min_sm} > max_sm {row.max_sm}")
+
+
+def parse_archs(text: str) -> list[Arch]:
+    """ "80;9.0a 90+PTX" as 80, 90a, 90: separators and the dot as in TORCH_CUDA_ARCH_LIST; +PTX is implied."""
+    archs: list[Arch] = []
+    for word in re.split(r"[;,\s]+", text.strip()):
+        if not word:
+            continue
+        match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)([af]?)(?:\+PTX)?", word, flags=re.IGNORECASE)
+        if match is None:
+            raise ValueError(
+                f"cannot read the GPU arch {word!r}: expected such as 80, 8.0, sm_80 or 90a"
+            )
+        arch = Arch(int(match.group(1) + match.group(2)), match.group(3).lower() == "a")
+        if arch not in archs:
+            archs.append(arch)
+    return sorted(archs, key=lambda a: (a.number, a.specific))
+
+
+def _plan_row(row: Any, archs: list[Arch], families: str) -> BuiltRow:
+    minimum = ARCH_MINIMUM[row.arch]
+    if row.arch in ARCH_SPECIFIC:
+        sass = [a for a in archs if a.specific and a.number == minimum]
+        return BuiltRow(row, tuple(sass), None)
+    base = sorted({a.number for a in archs})
+    named = set(families.split(","))
+    if families == "native":
+        numbers = [n for n in base if row.min_sm <= n <= row.max_sm]
+    elif families == "all" or row.family in named or row.arch in named:
+        numbers = [n for n in base if n >= minimum]
+    else:
+        numbers = []
+    ptx = Arch(numbers[-1]) if numbers and numbers[-1] == base[-1] else None
+    return BuiltRow(row, tuple(Arch(n) for n in numbers), ptx)
+
+
+def plan(
+    rows: list[Any], archs: list[Arch], families: str = "native", only: str = ""
+) -> tuple[list[BuiltRow], list[Unit]]:
+    """Which code each row gets, and the units that hold it.
+
+    families: "native" (each row for the archs it is preferred on), "all" (for every asked arch whose instructions it
+    needs: how older families are tested on a newer GPU), or comma-separated names of families or sub-families.
+    """
+    built = []
+    for row in rows:
+        one = _plan_row(row, archs, families)
+        if only and not re.search(only, row.name):
+            one = BuiltRow(row, (), None)
+        built.append(one)
+    groups: dict[Any, list[BuiltRow]] = {}
+    for one in built:
+        if one.sass:
+            r = one.row
+            groups.setdefault((r.family, r.arch, r.dtype, r.header, one.sass, one.ptx), []).append(
+                one
+            )
+    units: list[Unit] = []
+    counts: dict[str, int] = {}
+    for (family, arch, dtype, *_), members in groups.items():
+        stem = f"{family}_{arch}_{dtype}"
+        for start in range(0, len(members), ROWS_PER_UNIT):
+            number = counts[stem] = counts.get(stem, 0) + 1
+            units.append(
+                Unit(f"{stem}_{number:02d}", tuple(members[start : start + ROWS_PER_UNIT]))
+            )
+    return built, units
+
+
+def unit_source(unit: Unit) -> str:
+    """One translation unit. Each row's traits get a name of their own, which then is all a kernel's symbol holds."""
+    lines = ["// Generated by csrc/kernels.py."]
+    lines += [f'#include "{unit.rows[0].row.header}"', "", "namespace memeff {"]
+    for built in unit.rows:
+        row = built.row
+        name, traits = row.name, f"rows::{row.name}"
+        lines += ["namespace rows {", f"struct {name} : {row.traits} {{}};", "}  // namespace rows"]
+        facts = {
+            "kSmemBytes": row.smem_bytes,
+            "kTileM": row.tile_m,
+            "kTileN": row.tile_n,
+            "kValueTile": row.value_tile,
+            "kThreads": row.threads,
+        }
+        for member, value in facts.items():
+            lines.append(
+                f'static_assert({traits}::{member} == {value}, "{name}: {member} is not the row\'s {value}");'
+            )
+        lines.append(f"Status launch_{name}(const ForwardParams& params, cudaStream_t stream) {{")
+        lines.append(f'  return {row.family}::launch_forward<{traits}>(params, stream, "{name}");')
+        lines.append("}")
+    lines += ["}  // namespace memeff", ""]
+    return "\n".join(lines)
+
+
+def _bool(value: Any) -> str:
+    return "true" if value else "false"
+
+
+def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> str:
+    """kernel_table.cpp: the list as dispatch.h's KernelRow, with null launches where no code was built."""
+    lines = ["// Generated by csrc/kernels.py.", '#include "dispatch.h"', "", "namespace memeff {"]
+    for one in built:
+        if one.sass:
+            lines.append(f"Status launch_{one.row.name}(const ForwardParams&, CUstream_st*);")
+    lines += ["", "const KernelRow kKernelTable[] = {"]
+    for one in built:
+        r = one.row
+        sass = ", ".join(str(a.number) for a in one.sass) or "0"
+        fields = [
+            f'"{r.name}", "{r.family}", "{r.arch}"',
+            f"DType::{DTYPES[r.dtype]}, Math::{MATHS[r.math]}",
+            f"{r.max_k}, {r.max_kv}, {r.alignment}, {_bool(r.bias)}",
+            f"{r.tile_m}, {r.tile_n}, {r.value_tile}, {r.threads}, {r.smem_bytes}",
+            f"{r.max_m}, {float(r.max_blocks_per_sm)}, {r.min_sm}, {r.max_sm}",
+            f"{_bool(r.allow_spill)}, {_bool(r.arch in ARCH_SPECIFIC)}",
+            f"{{{sass}}}, {one.ptx.number if one.ptx else 0}",
+            f"&launch_{r.name}" if one.sass else "nullptr",
+        ]
+        lines.append("    {" + ", ".join(fields) + "},")
+    if not built:
+        lines.append("    {},  // an array is not empty in C++; kKernelCount is 0")
+    archs = sorted(
+        {a.code for one in built for a in one.sass}, key=lambda c: (int(c.rstrip("a")), c)
+    )
+    names = [f"sm_{code}" for code in archs]
+    names += [f"compute_{n}" for n in sorted({one.ptx.number for one in built if one.ptx})]
+    lines += [
+        "};",
+        f"const int kKernelCount = {len(built)};",
+        f'const BuildInfo kBuildInfo = {{"{source_hash}", "{cuda_version}", "{" ".join(names)}"}};',
+        "",
+        "}  // namespace memeff",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write_if_changed(path: Path, text: str) -> bool:
+    """Leaves the time stamp alone where the text is the same, so that ninja rebuilds nothing for it."""
+    if path.exists() and path.read_text() == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return True
+
+
+def generate(
+    out: Path,
+    archs: list[Arch],
+    families: str = "native",
+    only: str = "",
+    cuda_version: str = "none",
+    rows_file: Path = ROWS_FILE,
+) -> tuple[list[BuiltRow], list[Unit]]:
+    """Writes out/<unit>.cu and out/kernel_table.cpp; removes units of an earlier list. No archs: a host-only table."""
+    built, units = plan(load_rows(rows_file), archs, families, only)
+    names = {f"{unit.name}.cu" for unit in units}
+    for old in out.glob("*.cu"):
+        if old.name not in names:
+            old.unlink()
+    for unit in units:
+        write_if_changed(out / f"{unit.name}.cu", unit_source(unit))
+    write_if_changed(out / "kernel_table.cpp", table_source(built, cuda_version, source_hash()))
+    return built, units
+
+
+def source_hash(root: Path = CSRC.parent) -> str:
+    """sha256 over csrc/** and setup.py: path and content of each file, in the order of their paths."""
+    digest = hashlib.sha256()
+    files = [p for p in (root / "csrc").rglob("*") if p.suffix in HASHED_SUFFIXES and p.is_file()]
+    files += [root / "setup.py"] if (root / "setup.py").exists() else []
+    for path in sorted(files, key=lambda p: p.relative_to(root).as_posix()):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="variant list, units and dispatch table")
+    parser.add_argument(
+        "--list", action="store_true", help="print the rows' names, in order of preference"
+    )
+    parser.add_argument("--json", action="store_true", help="with --list: every field")
+    parser.add_argument("--hash", action="store_true", help="print the source hash")
+    parser.add_argument("--generate", type=Path, metavar="DIR", help="write units and table")
+    parser.add_argument("--archs", default="", help="such as 80,86,90a; empty: a host-only table")
+    parser.add_argument("--families", default="native", help="native, all, or names")
+    parser.add_argument(
+        "--only", default="", help="build only rows whose name matches this regular expression"
+    )
+    parser.add_argument("--rows", type=Path, default=ROWS_FILE, help="another list (tests)")
+    args = parser.parse_args()
+    if args.hash:
+        print(source_hash())
+    if args.list:
+        rows = [r for r in load_rows(args.rows) if re.search(args.only, r.name)]
+        print(
+            json.dumps([dataclasses.asdict(r) for r in rows], indent=1)
+            if args.json
+            else "\n".join(r.name for r in rows)
+        )
+    if args.generate:
+        _, units = generate(
+            args.generate, parse_archs(args.archs), args.families, args.only, rows_file=args.rows
+        )
+        for unit in units:
+            print(unit.name, *(b.row.name for b in unit.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+// Tensors as the binding hands them over, and the checks that turn them into ForwardParams. Plain C++17: no Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "dispatch.h"
+
+namespace memeff {
+
+// DLPack's C ABI, as far as it is used here (dmlc/dlpack, dlpack.h, version 1.x; names kept for whoever compares).
+namespace dlpack {
+struct Version {
+  uint32_t major, minor;
+};
+struct Tensor {  // DLTensor
+  void* data;
+  int32_t device_type;  // 1: CPU, 2: CUDA
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t code;  // 2: IEEE float, 4: bfloat, 6: bool
+  uint8_t bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;      // elements
+  uint64_t byte_offset;  // from data
+};
+struct ExchangeApi {  // DLPackExchangeAPI
+  Version version;
+  ExchangeApi* previous;
+  int (*managed_tensor_allocator)(Tensor*, void**, void*, void (*)(void*, const char*, const char*));
+  int (*managed_tensor_from_py_object)(void*, void**);
+  int (*managed_tensor_to_py_object)(void*, void**);
+  int (*tensor_from_py_object)(void*, Tensor*);  // borrowed: valid until control returns; may be null
+  int (*current_work_stream)(int32_t, int32_t, void**);
+};
+}  // namespace dlpack
+
+constexpr int kMaxRank = 5;
+constexpr int32_t kCudaDevice = 2;     // DLPack's kDLCUDA
+constexpr int32_t kUnknownDType = -1;  // a dtype no kernel knows
+
+struct TensorDesc {
+  void* data = nullptr;
+  int32_t dtype = kUnknownDType;  // a DType, or kUnknownDType
+  int32_t device_type = kCudaDevice;
+  int32_t device = 0;
+  int32_t rank = 0;  // beyond kMaxRank: shape and strides are not filled
+  int64_t shape[kMaxRank] = {};
+  int64_t strides[kMaxRank] = {};  // elements
+
+  bool has_value() const { return rank > 0; }  // an optional tensor left out has rank 0
+};
+
+TensorDesc from_dlpack(const dlpack::Tensor& tensor);
+
+struct ForwardCall {
+  TensorDesc query, key, value, bias, out, lse;  // bias and lse may be left out
+  float scale = 1.f;
+  int32_t causal = 0;  // a Causal
+  bool tf32 = false;
+  std::string variant;
+};
+
+// Checks shapes, dtypes and devices (kInvalid with a short message) and fills params and what the request knows of
+// the tensors (all but sm, smem_optin and sm_count).
+//   3-D: query [B, M, K];  4-D: query [B, M, H, K], key and value [B, N, Hkv, K|Kv], Hkv divides H;
+//   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv.
+//   bias: [B|1, (G|1, H|1 | H|1,) M|1, N|1]; lse [B, 1, M] | [B, H, M] | [B, G, H, M], last stride 1.
+Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request);
+
+}  // namespace memeff
