@@ -139,6 +139,7 @@ STRIDES: dict[str, Callable[[tuple[int, ...], Fill], Tensor]] = {
     "heads0": _expanded(-2),
     "last_dim": _last_dim,
 }
+variants_hit: set[str] = set()  # filled by test_variants.py, written by gpu_record.py
 PER_TENSOR = ("heads_first", "padded1", "dense")  # strides "mixed": query, key, value in turn
 
 
