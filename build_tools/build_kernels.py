@@ -1,10 +1,11 @@
 """Builds the module _C: kernels, table, host part, binding. Standalone, and what setup.py calls.
 
-    python build_tools/build_kernels.py --archs 90 --families all --python python3.12 --out .build/py312
+    python build_tools/build_kernels.py --archs 90 --families all --python python3.12
     python build_tools/build_kernels.py --host-only --out .build/host
 
-Objects that know no Python (kernels, table, host part) lie in --objects, once for every Python; only binding.cpp is
-compiled for each. Beside them: kernel_stats.json (registers, spills, shared memory of each kernel and arch).
+Objects that know no Python (kernels, table, host part) lie in --objects, once for every Python;
+only binding.cpp is compiled for each. Beside them: kernel_stats.json (registers, spills, shared
+memory of each kernel and arch).
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import cuda  # noqa: E402
-import ptxas_log  # noqa: E402
-from cuda import ROOT, BuildError  # noqa: E402
+import cuda
+import ptxas_log
+from cuda import ROOT, BuildError
 
 CSRC = ROOT / "csrc"
 HOST_FILES = ["dispatch.cpp", "tensor_desc.cpp", "device.cpp"]
 RAM_PER_JOB_GB = 3  # peak of one nvcc on a CUTLASS unit
 HOST_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden -DNDEBUG -Wall -Wextra"
-NVCC_FLAGS = "-std=c++17 -O3 --expt-relaxed-constexpr -DNDEBUG --threads 1 -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden"
+NVCC_FLAGS = (
+    "-std=c++17 -O3 --expt-relaxed-constexpr -DNDEBUG --threads 1 -Xptxas -v "
+    "-Xcompiler -fPIC,-fvisibility=hidden"
+)
 
 
 def load_kernels() -> ModuleType:
@@ -59,6 +63,18 @@ class Options:
     rows_file: Path = kernels.ROWS_FILE
     link: bool = True
     strict: bool = True  # spills and C75xx warnings fail the build
+
+
+def options_for(archs: str) -> Options:
+    """What setup.py builds, for this interpreter; archs as MEMEFF_CUDA_ARCHS, none: host-only."""
+    code = "_".join(a.code for a in kernels.parse_archs(archs))
+    return Options(
+        out=ROOT / ".build" / f"py{sys.version_info[0]}{sys.version_info[1]}",
+        objects=ROOT / ".build" / (f"sm{code}" if code else "host"),
+        archs=archs,
+        families=os.environ.get("MEMEFF_FAMILIES", "native"),
+        host_only=not code,
+    )
 
 
 def _cgroup_limit() -> int | None:
@@ -94,8 +110,9 @@ def job_count() -> int:
 def python_facts(python: str) -> dict[str, str]:
     """Include folders and file name suffix of extension modules of another interpreter."""
     code = (
-        "import json, sysconfig, pybind11; print(json.dumps({'include': sysconfig.get_path('include'), "
-        "'pybind11': pybind11.get_include(), 'suffix': sysconfig.get_config_var('EXT_SUFFIX')}))"
+        "import json, sysconfig, pybind11; print(json.dumps({'pybind11': pybind11.get_include(), "
+        "'include': sysconfig.get_path('include'), "
+        "'suffix': sysconfig.get_config_var('EXT_SUFFIX')}))"
     )
     if Path(python).resolve() == Path(sys.executable).resolve() and python == sys.executable:
         import pybind11
@@ -159,6 +176,14 @@ def _q(path: object) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def check_host_tools(facts: dict[str, str] | None) -> None:
+    cxx = os.environ.get("CXX", "g++")
+    if shutil.which(cxx.split()[0]) is None:
+        raise BuildError(f"no C++ compiler ({cxx}): install g++ or set CXX")
+    if facts is not None and not (Path(facts["include"]) / "Python.h").exists():
+        raise BuildError(f"{facts['include']} has no Python.h: install python3-dev")
+
+
 def ninja_text(
     o: Options, toolkit: cuda.Toolkit | None, units: list[Any], facts: dict[str, str] | None
 ) -> str:
@@ -171,10 +196,11 @@ def ninja_text(
         host_cuda = " ".join(
             ["-DMEMEFF_CUDA", *(f"-isystem {shlex.quote(p)}" for p in toolkit.include_dirs)]
         )
+    output = "-MD -MF $out.d -c $in -o $out"
     lines = ["ninja_required_version = 1.5", f"builddir = {_q(objects)}"]
     lines += [
         "rule cxx",
-        f"  command = {ccache} {cxx} {HOST_FLAGS} {' '.join(includes)} $flags -MD -MF $out.d -c $in -o $out",
+        f"  command = {ccache} {cxx} {HOST_FLAGS} {' '.join(includes)} $flags {output}",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $name",
@@ -186,8 +212,8 @@ def ninja_text(
         lines += [
             "rule nvcc",
             # The log is kept beside the object, since ptxas tells of registers and spills there.
-            f"  command = {ccache} {nvcc} {NVCC_FLAGS} {nvcc_includes} $flags -MD -MF $out.d -c $in -o $out > $out.log 2>&1"
-            " || { grep -v '^ptxas info' $out.log >&2; rm -f $out; exit 1; }",
+            f"  command = {ccache} {nvcc} {NVCC_FLAGS} {nvcc_includes} $flags {output}"
+            " > $out.log 2>&1 || { grep -v '^ptxas info' $out.log >&2; rm -f $out; exit 1; }",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = $name",
@@ -246,11 +272,11 @@ def ninja_text(
     return "\n".join(lines)
 
 
-def slowest(log: Path, since_ms: int, count: int = 5) -> list[tuple[float, str]]:
-    """Seconds and object of the slowest units, from ninja's own log (its lines: start, end, mtime, output, hash)."""
+def slowest(log: Path, skip_lines: int, count: int = 5) -> list[tuple[float, str]]:
+    """Seconds and object of the slowest units, from ninja's own log (start, end, mtime, output)."""
     times: dict[str, float] = {}
     if log.exists():
-        for line in log.read_text().splitlines()[since_ms:]:
+        for line in log.read_text().splitlines()[skip_lines:]:
             parts = line.split("\t")
             if len(parts) == 5:
                 times[Path(parts[3]).name] = (int(parts[1]) - int(parts[0])) / 1000
@@ -281,7 +307,7 @@ def check_stats(objects: Path, units: list[Any]) -> list[str]:
                     text = f"{one.row} for {one.arch} spills {one.spill_store_bytes} bytes"
                     if native:
                         faults.append(text)
-                    else:  # emulated on an arch it is not meant for: right, and its speed means nothing
+                    else:  # an arch it is not meant for: its speed means nothing
                         print(f"note: {text} (not an arch it is chosen on)", flush=True)
             everything.append(entry)
     (objects / "kernel_stats.json").write_text(json.dumps(everything, indent=1) + "\n")
@@ -294,7 +320,8 @@ def build(o: Options) -> Path | None:
     archs = kernels.parse_archs(o.archs)
     if toolkit is None and not o.host_only:
         raise BuildError(
-            "no nvcc (CUDA_HOME, PATH, /usr/local/cuda, PyPI packages): set CUDA_HOME or pass --host-only"
+            "no nvcc (CUDA_HOME, PATH, /usr/local/cuda, PyPI packages): set CUDA_HOME "
+            "or pass --host-only"
         )
     if toolkit is not None:
         archs = supported_archs(archs, toolkit)
@@ -325,6 +352,7 @@ def build(o: Options) -> Path | None:
         )
         print(f"not built ({len(missing)}; other archs, --families or --only): {shown}", flush=True)
     facts = python_facts(o.python) if o.link else None
+    check_host_tools(facts)
     ninja_file = o.out / "build.ninja"
     kernels.write_if_changed(ninja_file, ninja_text(o, toolkit, units, facts))
     log = o.objects / ".ninja_log"
@@ -393,12 +421,19 @@ def main() -> int:
         or os.environ.get("TORCH_CUDA_ARCH_LIST")
         or ""
     )
-    name = "host" if a.host_only else "sm" + "_".join(x.code for x in kernels.parse_archs(archs))
-    objects = (a.objects or ROOT / ".build" / name).resolve()
-    options = Options(
-        a.out.resolve(), objects, archs, a.families, a.only, a.host_only, a.python, a.rows.resolve(),
-        link=not a.no_link, strict=not a.allow_faults,
-    )  # fmt: skip
+    options = options_for("" if a.host_only else archs)
+    options = dataclasses.replace(
+        options,
+        out=a.out.resolve(),
+        objects=a.objects.resolve() if a.objects else options.objects,
+        families=a.families,
+        only=a.only,
+        host_only=a.host_only,
+        python=a.python,
+        rows_file=a.rows.resolve(),
+        link=not a.no_link,
+        strict=not a.allow_faults,
+    )
     try:
         module = build(options)
     except (BuildError, ValueError) as error:

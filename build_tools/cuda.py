@@ -38,7 +38,7 @@ def _site_packages() -> list[Path]:
 
 
 def _pypi_nvcc() -> list[Path]:
-    """nvcc of the PyPI packages: nvidia/cu13 (one tree) or nvidia/cuda_nvcc (12.x: compiler and headers apart)."""
+    """nvcc of the PyPI packages, one tree nvidia/cu13 (those of CUDA 12 hold no nvcc)."""
     found: list[Path] = []
     for site in _site_packages():
         found += sorted((site / "nvidia").glob("cu*/bin/nvcc"), reverse=True)
@@ -71,7 +71,7 @@ def _run(command: list[str]) -> str:
 
 
 def find_toolkit() -> Toolkit | None:
-    """The first nvcc of CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda and the PyPI packages; None without one."""
+    """First nvcc of CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, PyPI packages; else None."""
     if os.environ.get("MEMEFF_HOST_ONLY", "0") not in ("", "0"):
         return None
     candidates = _nvcc_candidates()
@@ -91,7 +91,7 @@ def read_toolkit(nvcc: Path) -> Toolkit:
     )
     home = re.search(r"^#\$ _HERE_=(.*)$", dry, flags=re.MULTILINE)
     root = Path(home.group(1)).parent if home else nvcc.resolve().parent.parent
-    libraries = re.findall(r'"-L([^"]+)"', lines) + [str(root / "lib64"), str(root / "lib")]
+    libraries = [*re.findall(r'"-L([^"]+)"', lines), str(root / "lib64"), str(root / "lib")]
     codes = re.findall(r"sm_(\d+)", _run([str(nvcc), "--list-gpu-code"]))
     return Toolkit(
         nvcc=nvcc,
@@ -116,7 +116,7 @@ def cuda_for(arch: int) -> str:
 
 
 def find_cutlass() -> Path:
-    """The folder that holds cutlass/cutlass.h: CUTLASS_HOME, third_party/cutlass, else the nvidia-cutlass package."""
+    """The include folder: CUTLASS_HOME, third_party/cutlass, else the nvidia-cutlass package."""
     roots: list[Path] = []
     if os.environ.get("CUTLASS_HOME"):
         roots.append(Path(os.environ["CUTLASS_HOME"]))
@@ -127,10 +127,10 @@ def find_cutlass() -> Path:
         for include in (root / "include", root):
             if (include / "cutlass" / "cutlass.h").exists():
                 return include
-    tried = ", ".join(str(r) for r in roots)
+    tried = os.environ.get("CUTLASS_HOME") or "CUTLASS_HOME, third_party/cutlass, site-packages"
     raise BuildError(
-        f"no CUTLASS headers (looked in {tried}): set CUTLASS_HOME, clone CUTLASS 4.2.0 into third_party/cutlass, "
-        "or pip install nvidia-cutlass==4.2.0.0"
+        f"no CUTLASS headers (looked in {tried}): set CUTLASS_HOME, clone CUTLASS 4.2.0 into "
+        "third_party/cutlass, or pip install nvidia-cutlass==4.2.0.0"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads what `ptxas -v` said of each kernel: registers, spills, shared memory, warnings of the C75xx series."""
+"""Reads what `ptxas -v` said of each kernel: registers, spills, shared memory, C75xx warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KernelStats:
 
 
 def row_of(symbol: str, names: list[str]) -> str:
-    """The row whose name the mangled symbol holds: names come with their length in front, so none is a prefix."""
+    """The row that the mangled symbol names; lengths stand in front there, so none is a prefix."""
     for name in names:
         if f"{len(name)}{name}" in symbol:
             return name
