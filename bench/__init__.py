@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench run | compare | host | readme` (see bench/__main__.py)."""

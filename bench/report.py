@@ -1,0 +1,240 @@
+"""What is made of result files: completeness, the summary table, comparisons, the README block."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import backends, shapes
+
+RESULTS = Path(__file__).with_name("results")
+NOISE = 0.03  # `compare` flags differences beyond this share
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+META = ("gpu", "sm", "driver", "clocks", "versions", "source_hash", "date")
+FIGURES = ("ms", "tflops", "gbps", "peak_mib", "err")
+
+Row = Mapping[str, Any]
+
+
+def dumps(content: Mapping[str, Any]) -> str:
+    """JSON with one row a line: diffs of result files stay readable."""
+    rows = ",\n".join(json.dumps(r) for r in content["rows"])
+    return f'{{"meta": {json.dumps(content["meta"], indent=1)},\n"rows": [\n{rows}\n]}}\n'
+
+
+def problems(
+    content: Mapping[str, Any], name: str, names: Sequence[str] = backends.DEFAULT
+) -> list[str]:
+    """Why a result file of the set `name` is not acceptable: empty when it is.
+
+    It must hold every cell of the set for each backend of `names` that serves it, timed and right.
+    A peer may stand with the error it gave in place of a time; ours may not.
+    """
+    head = content.get("meta", {})
+    found = [f"meta lacks '{f}'" for f in META if f not in head]
+    if "sm" not in head:
+        return found
+    rows = {shapes.key(r): r for r in content.get("rows", ())}
+    for cell, which, backend in shapes.expected(name, shapes.PASSES, names, head["sm"]):
+        row = rows.get(shapes.key(cell.row(which, backend)))
+        if row is None:
+            found.append(f"no row for {backend}, {which}, {cell.name}")
+        elif row.get("ms") is None:
+            if backends.is_ours(backend) or not row.get("error"):
+                why = row.get("error", "no reason given")
+                found.append(f"no time for {backend}, {which}, {cell.name}: {why}")
+        elif missing := [f for f in FIGURES if row.get(f) is None]:
+            found.append(f"no {', '.join(missing)} for {backend}, {which}, {cell.name}")
+        elif backends.is_ours(backend) and row.get("wrong"):
+            found.append(f"wrong result of {backend}, {which}, {cell.name}: {row['wrong']}")
+    return found
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """A result file; ValueError when it lacks anything."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    if found := problems(content, path.stem):
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        raise ValueError(f"{path} is refused: {'; '.join(found[:5])}{more}")
+    return content
+
+
+def committed(folder: Path = RESULTS) -> list[Path]:
+    """Result files of the sets, partial ones left out, in the order of the sets."""
+    order = {s: i for i, s in enumerate(shapes.SETS)}
+    found = [p for p in folder.glob("*/*.json") if p.stem in order]
+    return sorted(found, key=lambda p: (p.parent.name, order[p.stem]))
+
+
+def geomean(values: Iterable[float]) -> float:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def by_cell(rows: Iterable[Row]) -> dict[shapes.Cell, dict[str, Row]]:
+    """{cell: {backend: row}} of the forward rows that have a time."""
+    found: dict[shapes.Cell, dict[str, Row]] = defaultdict(dict)
+    names = list(shapes.Cell.__dataclass_fields__)
+    for row in rows:
+        if row["pass"] == "fwd" and row.get("ms"):
+            found[shapes.Cell(**{f: row[f] for f in names})][row["backend"]] = row
+    return found
+
+
+def groups(rows: Iterable[Row], ours: str = "memeff") -> dict[str, dict[str, Any]]:
+    """For each group of cells: geometric means of TFLOP/s and of our speed over the peers'."""
+    members: dict[str, list[dict[str, Row]]] = defaultdict(list)
+    for cell, of in by_cell(rows).items():
+        if ours in of:
+            for group in cell.groups:
+                members[group].append(of)
+    table: dict[str, dict[str, Any]] = {}
+    for group, cells in members.items():
+        line: dict[str, Any] = {"cells": len(cells)}
+        for backend in (ours, *backends.PEERS):
+            if all(backend in of for of in cells):
+                line[backend] = geomean(of[backend]["tflops"] for of in cells)
+        over = [of["efficient"]["ms"] / of[ours]["ms"] for of in cells if "efficient" in of]
+        best = [
+            min(of[p]["ms"] for p in backends.PEERS if p in of) / of[ours]["ms"]
+            for of in cells
+            if any(p in of for p in backends.PEERS)
+        ]
+        line["over efficient"], line["worst"] = geomean(over), min(over, default=math.nan)
+        line["over best"] = geomean(best)
+        table[group] = line
+    return table
+
+
+COLUMNS = ("memeff", *backends.PEERS, "over efficient", "worst", "over best")
+HEADS = (
+    "ours",
+    "efficient",
+    "flash",
+    "cuDNN",
+    "ours / efficient",
+    "worst cell",
+    "ours / best peer",
+)
+
+
+def _figures(line: Mapping[str, Any], ours: str) -> list[str]:
+    shown = []
+    for column in (ours, *COLUMNS[1:]):
+        value = line.get(column, math.nan)
+        if math.isnan(value):
+            shown.append("-")
+        else:
+            shown.append(
+                f"{value:.2f}x"
+                if column in ("over efficient", "worst", "over best")
+                else f"{value:.0f}"
+            )
+    return shown
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The short table that ends a run: TFLOP/s and ratios, geometric means for each group."""
+    ours = [b for b in dict.fromkeys(r["backend"] for r in rows) if backends.is_ours(b)]
+    text = []
+    for name in ours:
+        text.append(f"\n{name}: geometric means, TFLOP/s (useful flop), forward")
+        text.append(f"{'':22}{'cells':>6}" + "".join(f"{h:>17}" for h in HEADS))
+        for group, line in groups(rows, name).items():
+            text.append(
+                f"{group:22}{line['cells']:>6}" + "".join(f"{v:>17}" for v in _figures(line, name))
+            )
+        slow = [
+            f"  {cell.set} {cell.name}: {of['efficient']['ms'] / of[name]['ms']:.2f}x"
+            for cell, of in by_cell(rows).items()
+            if name in of and "efficient" in of and of[name]["ms"] > of["efficient"]["ms"]
+        ]
+        text += [f"slower than efficient: {len(slow)} cells", *slow]
+    if not ours:
+        for name in dict.fromkeys(r["backend"] for r in rows):
+            for group, line in groups(rows, name).items():
+                text.append(f"{name:12} {group:22} {line[name]:8.0f} TFLOP/s")
+    return "\n".join(text)
+
+
+def wrong(rows: Iterable[Row]) -> str:
+    """Lines for outputs that break the tolerance rule, and for backends that refused."""
+    lines = []
+    for row in rows:
+        where = f"{row['backend']}, {row['set']} {row['name']}"
+        if row.get("wrong"):
+            lines.append(f"WRONG RESULT {where}: {row['wrong']}\n")
+        elif row.get("error"):
+            lines.append(f"failed {where}: {row['error']}\n")
+    return "".join(lines)
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Rows of one file, or of every set's file in a folder."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return [row for f in files for row in json.loads(f.read_text())["rows"]]
+
+
+def compare(first: Path, second: Path) -> tuple[str, int]:
+    """Lines for rows of both that differ by more than 3 %, and how many of ours got slower."""
+    before = {shapes.key(r): r for r in rows_of(first) if r.get("ms")}
+    after = {shapes.key(r): r for r in rows_of(second) if r.get("ms")}
+    shared = [k for k in before if k in after]
+    lines, slower = [], 0
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for k in shared:
+        a, b = before[k], after[k]
+        ratio = b["ms"] / a["ms"]
+        ratios[b["backend"]].append(ratio)
+        if abs(ratio - 1) > NOISE:
+            ours = backends.is_ours(b["backend"])
+            slower += ours and ratio > 1
+            mark = "slower" if ratio > 1 else "faster"
+            label = f"{b['set']} {b.get('name') or a.get('name')} {b['pass']} {b['backend']}"
+            lines.append(f"{mark} {ratio - 1:+7.1%}  {a['ms']:.4f} -> {b['ms']:.4f} ms  {label}")
+    only = (
+        f"{len(before) - len(shared)} only in {first}, {len(after) - len(shared)} only in {second}"
+    )
+    lines.append(f"{len(shared)} rows in both, {only}")
+    for backend, of in ratios.items():
+        lines.append(f"{backend:12} {len(of):4} rows, time {geomean(of) - 1:+.1%} (geometric mean)")
+    return "\n".join(lines), slower
+
+
+def readme_block(folder: Path = RESULTS) -> str:
+    """The table between the markers of README.md, made of the committed results alone."""
+    files = committed(folder)
+    if not files:
+        return (
+            "No results are committed yet; `python -m bench run` writes them to `bench/results/`."
+        )
+    text: list[str] = []
+    for gpu in dict.fromkeys(p.parent.name for p in files):
+        contents = [checked(p) for p in files if p.parent.name == gpu]
+        head = contents[0]["meta"]
+        text += [
+            f"Forward, {head['gpu']}, torch {head['versions']['torch']}, {head['date'][:10]}: "
+            "geometric means in TFLOP/s of useful flop, and our speed over PyTorch's "
+            "memory-efficient kernel (mean, worst cell) and over the fastest peer of each cell.",
+            "",
+            "| cells | " + " | ".join(HEADS) + " |",
+            "|---|" + "---|" * len(HEADS),
+        ]
+        for content in contents:
+            for group, line in groups(content["rows"]).items():
+                text.append(
+                    f"| {group} ({line['cells']}) | " + " | ".join(_figures(line, "memeff")) + " |"
+                )
+        text.append("")
+    return "\n".join(text).strip()
+
+
+def readme_text(text: str, folder: Path = RESULTS) -> str:
+    """README.md with its block made anew."""
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}\n{readme_block(folder)}\n{END}{after}"
