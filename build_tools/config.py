@@ -111,3 +111,7 @@ def decide() -> tuple[str, str]:
                     f"or MEMEFF_CUDA_ARCHS={max(toolkit.targets)} to run its PTX"
                 )
     return wanted.archs, f"CUDA {toolkit.version_text} build for {wanted.archs} ({wanted.source})"
+
+
+if __name__ == "__main__":  # config.py --pypi-nvcc: the requirements that make an nvcc
+    print(" ".join(pypi_nvcc_requirements()))

@@ -22,6 +22,7 @@ class BuildError(Exception):
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
     nvcc: Path
+    root: Path  # of the toolkit: bin/, include/ and so on lie here
     version: tuple[int, int]
     include_dirs: tuple[str, ...]  # for host files that include cuda_runtime_api.h
     library_dirs: tuple[str, ...]  # where libcudart_static.a is
@@ -95,6 +96,7 @@ def read_toolkit(nvcc: Path) -> Toolkit:
     codes = re.findall(r"sm_(\d+)", _run([str(nvcc), "--list-gpu-code"]))
     return Toolkit(
         nvcc=nvcc,
+        root=root,
         version=(int(version.group(1)), int(version.group(2))),
         include_dirs=tuple(os.path.normpath(p) for p in re.findall(r'"-I([^"]+)"', lines)),
         library_dirs=tuple(
@@ -171,3 +173,24 @@ def _from_nvidia_smi() -> list[int]:
 def visible_gpus() -> list[int]:
     """Compute capabilities of the GPUs this process may use."""
     return _from_libcuda() or _from_nvidia_smi()
+
+
+def main() -> int:
+    """`cuda.py nvcc` and `cuda.py cutlass` print where the build finds them, or an empty line."""
+    try:
+        if sys.argv[1:] == ["nvcc"]:
+            toolkit = find_toolkit()
+            print(toolkit.nvcc if toolkit else "")
+        elif sys.argv[1:] == ["cutlass"]:
+            print(find_cutlass())
+        else:
+            print("usage: cuda.py nvcc | cutlass", file=sys.stderr)
+            return 2
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

