@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
             return int(new != old)
         README.write_text(new)
         return 0
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, ImportError) as problem:
         print(f"bench: {problem}", file=sys.stderr)
         return 2
 
