@@ -1,0 +1,129 @@
+"""Attention on the CPU: PyTorch's own flash kernel where it applies, blockwise PyTorch where it does not.
+
+`route` decides and says why; `forward` is the CPU implementation of the operator.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .attn_bias import CAUSAL_BOTTOM_RIGHT, CAUSAL_NONE, CAUSAL_TOP_LEFT
+from .reference import SCORES_PER_BLOCK, blockwise, lse_shape
+
+
+def effective_causal(query: Tensor, key: Tensor, causal: int) -> int:
+    """Bottom-right that hides the same keys as a simpler rule becomes that rule."""
+    if causal == CAUSAL_BOTTOM_RIGHT:
+        if query.shape[1] == key.shape[1]:
+            return CAUSAL_TOP_LEFT
+        if query.shape[1] == 1:
+            return CAUSAL_NONE
+    return causal
+
+
+def route(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, causal: int
+) -> tuple[str, str]:
+    """("flash" or "blockwise", why)."""
+    if query.shape[-1] != value.shape[-1]:
+        return (
+            "blockwise",
+            f"PyTorch's flash kernel takes Kv = K only, K is {query.shape[-1]}, Kv {value.shape[-1]}",
+        )
+    if effective_causal(query, key, causal) == CAUSAL_BOTTOM_RIGHT:
+        return "blockwise", "PyTorch's flash kernel has no bottom-right causal mask"
+    if 0 in query.shape or 0 in key.shape:
+        return "blockwise", "an input is empty"
+    if (
+        attn_bias is not None
+        and attn_bias.dim() == 5
+        and attn_bias.shape[1:3] not in ((1, 1), query.shape[2:4])
+    ):
+        return (
+            "blockwise",
+            "PyTorch's flash kernel knows no groups, the bias is broadcast over one of G and H",
+        )
+    if attn_bias is not None and query.dtype != torch.float32 and not _below_infinity(attn_bias):
+        return (
+            "blockwise",
+            "PyTorch's 16-bit flash kernel does not carry NaN and +inf of the bias to the output",
+        )
+    return "flash", "PyTorch's flash kernel takes these inputs"
+
+
+def _below_infinity(bias: Tensor) -> bool:
+    if bias.dtype == torch.bool or bias.numel() == 0:
+        return True
+    return bool(bias.amax() < math.inf)  # NaN compares false
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, scale: float, causal: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of validated inputs; out contiguous in the query's layout, lse contiguous fp32."""
+    path, _ = route(query, key, value, attn_bias, causal)
+    if path == "flash":
+        return _flash(query, key, value, attn_bias, scale, effective_causal(query, key, causal))
+    return blockwise(query, key, value, attn_bias, scale, torch.float32, query.dtype, causal)
+
+
+def _bhmk(x: Tensor, heads: int) -> Tensor:
+    """Any layout as [B, H, L, D] with last stride 1; shared key heads are repeated, as the kernel wants them."""
+    if x.dim() == 3:
+        x = x.unsqueeze(2)
+    elif x.dim() == 5:
+        x = x.flatten(2, 3)
+    if x.shape[2] == 1:
+        x = x.expand(-1, -1, heads, -1)
+    elif x.shape[2] != heads:
+        x = x.repeat_interleave(heads // x.shape[2], dim=2)
+    if x.shape[-1] != 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.transpose(1, 2)
+
+
+def _bias_bhmn(bias: Tensor, query: Tensor) -> Tensor:
+    """A bias of the query's rank as a float one of rank 4."""
+    if bias.dim() == 3:
+        bias = bias.unsqueeze(1)
+    elif bias.dim() == 5:
+        bias = bias.flatten(1, 2)
+    if bias.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype)
+        return torch.where(bias, zero, torch.full((), -math.inf, dtype=query.dtype))
+    return bias
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, scale: float, causal: int
+) -> tuple[Tensor, Tensor]:
+    heads = math.prod(query.shape[2:-1])
+    q, k, v = (_bhmk(x, heads) for x in (query, key, value))
+    bias = None if attn_bias is None else _bias_bhmn(attn_bias, query)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, causal == CAUSAL_TOP_LEFT, attn_mask=bias, scale=scale)
+    lse = lse.contiguous()
+    if bias is not None:
+        _mend_empty_rows(lse, bias, causal)
+    shape = (*query.shape[:-1], value.shape[-1])
+    return out.transpose(1, 2).contiguous().view(shape), lse.view(lse_shape(query))
+
+
+def _mend_empty_rows(lse: Tensor, bias: Tensor, causal: int) -> None:
+    """The kernel reports 0 for a row that sees no key; the contract says -inf. In place; lse [B, H, M]."""
+    suspects = (lse == 0).nonzero()
+    if suspects.numel() == 0:
+        return
+    rows = bias.expand(*lse.shape, -1)  # [B, H, M, 1 or N]
+    keys = rows.shape[-1]
+    columns = torch.arange(keys)
+    for part in suspects.split(max(1, SCORES_PER_BLOCK // keys)):
+        b, h, m = part.unbind(1)
+        hidden = rows[b, h, m] == -math.inf
+        if causal == CAUSAL_TOP_LEFT and keys > 1:
+            hidden |= columns > m[:, None]
+        dead = hidden.all(1)
+        lse[b[dead], h[dead], m[dead]] = -math.inf

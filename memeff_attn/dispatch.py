@@ -1,0 +1,517 @@
+"""Which operator takes an input, and why the others do not.
+
+`check_inputs` refuses inputs that disagree with each other (ValueError). Operator classes carry xFormers' attribute
+names and say by `not_supported_reasons` what they cannot do; `explain` tells it all. Which kernel of an operator runs is
+decided in csrc/dispatch.cpp, asked here through the compiled module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .attn_bias import (
+    AttentionBias,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+    bias_of_rank,
+    bias_shape,
+)
+from .reference import default_scale, split_bias
+
+NoneType: type = type(None)
+LAYOUTS = "[B, M, K], [B, M, H, K] or [B, M, G, H, K]"
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+_OPERATOR = "memory_efficient_attention_forward"
+
+
+@functools.lru_cache(maxsize=None)
+def native() -> tuple[ModuleType | None, str]:
+    """(the compiled module memeff_attn._C, "") or (None, why it is not there and what to do)."""
+    try:
+        return importlib.import_module("memeff_attn._C"), ""
+    except ModuleNotFoundError as error:
+        if error.name != "memeff_attn._C":
+            raise
+        return None, "memeff_attn was not compiled here (no memeff_attn._C). " + _BUILD_HINT
+    except ImportError as error:  # there, but it does not load
+        return None, f"memeff_attn._C does not load: {error}. " + _BUILD_HINT
+
+
+_BUILD_HINT = (
+    "Install memeff_attn with nvcc in reach (CUDA_HOME or PATH) and MEMEFF_CUDA_ARCHS naming your GPU, such as "
+    "MEMEFF_CUDA_ARCHS=80, or move the tensors to the CPU."
+)
+
+
+def cuda_missing() -> str:
+    """Why this installation runs nothing on a GPU; empty where it does."""
+    module, reason = native()
+    if module is None:
+        return reason
+    return (
+        ""
+        if module.is_cuda_build
+        else "memeff_attn was compiled without CUDA (host-only build). " + _BUILD_HINT
+    )
+
+
+# ---- inputs ----
+
+
+def describe(name: str, x: Tensor | AttentionBias | None) -> str:
+    if isinstance(x, Tensor):
+        return f"{name}: shape {tuple(x.shape)}, strides {tuple(x.stride())}, {x.dtype}, {x.device}"
+    return f"{name}: {'None' if x is None else type(x).__name__}"
+
+
+@dataclass
+class Inputs:
+    """One call; field names as in xFormers."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | AttentionBias | None = None
+    p: float = 0.0
+    scale: float | None = None
+    output_dtype: torch.dtype | None = None
+    is_partial: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def scale_float(self) -> float:
+        return default_scale(self.query) if self.scale is None else float(self.scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of query, key and value."""
+        return sum(x.numel() * x.element_size() for x in (self.query, self.key, self.value))
+
+    def get_output_dtype(self) -> torch.dtype:
+        return self.query.dtype if self.output_dtype is None else self.output_dtype
+
+    def validate_inputs(self) -> None:
+        """ValueError where the inputs disagree with each other, whatever operator would take them."""
+        bias = self.attn_bias if isinstance(self.attn_bias, Tensor) else None
+        check_inputs(self.query, self.key, self.value, bias)
+        check_numbers(self.p, self.scale)
+
+    def __str__(self) -> str:
+        lines = [
+            describe(name, getattr(self, name)) for name in ("query", "key", "value", "attn_bias")
+        ]
+        lines.append(f"p: {self.p}, scale: {'K ** -0.5' if self.scale is None else self.scale}")
+        return "\n".join("    " + line for line in lines)
+
+
+def check_numbers(p: float, scale: float | None) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(
+            f"p is the probability of dropping a weight: expected 0 <= p <= 1, got {p}. Pass p=0.0."
+        )
+    if scale is not None and not abs(float(scale)) <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"scale multiplies Q K^T: expected a finite float32 number, got {scale}. Leave it out for K ** -0.5."
+        )
+
+
+def _fail(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, text: str
+) -> ValueError:
+    named = {"query": query, "key": key, "value": value, "attn_bias": attn_bias}
+    return ValueError(text + "\n" + "\n".join("    " + describe(*item) for item in named.items()))
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> None:
+    """ValueError where shapes, dtypes or devices disagree."""
+    fail = functools.partial(_fail, query, key, value, attn_bias)
+    rank = query.dim()
+    if not 3 <= rank <= 5 or key.dim() != rank or value.dim() != rank:
+        raise fail(
+            f"query, key and value must all be {LAYOUTS}. Add the head dimension with unsqueeze(2)."
+        )
+    for x, name in ((key, "key"), (value, "value"), (attn_bias, "attn_bias")):
+        if x is not None and x.device != query.device:
+            raise fail(
+                f"all tensors must be on one device: query is on {query.device}, {name} on {x.device}. Move it with .to()."
+            )
+    if not (query.is_floating_point() and key.is_floating_point() and value.is_floating_point()):
+        raise fail(
+            "query, key and value must be floating-point. Convert them with .to(torch.float16) or .float()."
+        )
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        raise fail(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}. "
+            "Convert them with .to(), or call under torch.autocast, which does."
+        )
+    _check_shapes(query, key, value, fail)
+    if attn_bias is not None:
+        _check_bias(query, key, attn_bias, fail)
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, fail: Callable[[str], ValueError]
+) -> None:
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        raise fail(
+            f"query, key and value must have one batch size, got {query.shape[0]}, {key.shape[0]} and {value.shape[0]}."
+        )
+    if value.shape[1] != key.shape[1]:
+        raise fail(
+            f"key and value must have one length N, got {key.shape[1]} and {value.shape[1]}."
+        )
+    if key.shape[-1] != query.shape[-1]:
+        raise fail(
+            f"query and key must have one head dimension K, got {query.shape[-1]} and {key.shape[-1]}."
+        )
+    if value.shape[2:-1] != key.shape[2:-1]:
+        raise fail(
+            f"key and value must have the same heads, got {tuple(key.shape[2:-1])} and {tuple(value.shape[2:-1])}."
+        )
+    if query.dim() == 5 and key.shape[2:4] != query.shape[2:4]:
+        raise fail(
+            f"with [B, M, G, H, K] inputs query and key must have the same G and H, got {tuple(query.shape[2:4])} and "
+            f"{tuple(key.shape[2:4])}. Share key heads by key.expand (stride 0 costs nothing) or by 4-D inputs."
+        )
+    if query.dim() == 4 and key.shape[2] != query.shape[2]:
+        heads, key_heads = query.shape[2], key.shape[2]
+        if key_heads == 0 or heads % key_heads != 0:
+            raise fail(
+                f"the heads of query must be a multiple of those of key, got {heads} and {key_heads}."
+            )
+
+
+def _check_bias(
+    query: Tensor, key: Tensor, bias: Tensor, fail: Callable[[str], ValueError]
+) -> None:
+    if bias.dtype not in (query.dtype, torch.float32, torch.bool):
+        raise fail(
+            f"attn_bias must be {query.dtype} like the query, torch.float32, or torch.bool (True = visible), "
+            f"got {bias.dtype}. Convert it with .to()."
+        )
+    expected = bias_shape(query, key)
+    actual = tuple(bias_of_rank(bias, query).shape)
+    if any(got not in (1, want) for got, want in zip(actual, expected)):
+        raise fail(
+            f"attn_bias must broadcast to {expected}, each dimension that or 1; got {tuple(bias.shape)}."
+        )
+
+
+# ---- operators ----
+
+
+class AttentionOpBase:
+    """What an operator takes. Attributes have xFormers' names and meaning."""
+
+    NAME: ClassVar[str] = ""
+    OPERATOR_CATEGORY: ClassVar[str] = "memory_efficient_attention"
+    SUPPORTED_DEVICES: ClassVar[frozenset[str]] = frozenset()
+    CUDA_MINIMUM_COMPUTE_CAPABILITY: ClassVar[tuple[int, int]] = (7, 0)
+    CUDA_MAXIMUM_COMPUTE_CAPABILITY: ClassVar[tuple[int, int] | None] = None
+    SUPPORTED_DTYPES: ClassVar[frozenset[torch.dtype]] = DTYPES
+    SUPPORTED_MAX_K: ClassVar[float] = math.inf
+    SUPPORTED_MIN_K: ClassVar[int] = 0
+    SUPPORTED_ATTN_BIAS_TYPES: ClassVar[tuple[type, ...]] = (
+        NoneType,
+        Tensor,
+        LowerTriangularMask,
+        LowerTriangularFromBottomRightMask,
+    )
+    SUPPORTS_DROPOUT: ClassVar[bool] = False
+    SUPPORTS_CUSTOM_SCALE: ClassVar[bool] = True
+    SUPPORTS_DIFFERENT_VALUE_EMBED: ClassVar[bool] = True
+    SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = False
+    SUPPORTS_PARTIAL: ClassVar[bool] = False
+    SUPPORTS_BMGHK: ClassVar[bool] = True
+    IS_DETERMINISTIC: ClassVar[bool] = True
+    VARLEN_LSE_PACKED: ClassVar[bool] = True
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether this installation can run it at all."""
+        return True
+
+    @classmethod
+    def supports(cls, d: Inputs) -> bool:
+        return not cls.not_supported_reasons(d)
+
+    @classmethod
+    def shape_not_supported_reasons(cls, Mq: int, Mkv: int, K: int, Kv: int) -> list[str]:
+        return []
+
+    @classmethod
+    def not_supported_reasons(cls, d: Inputs) -> list[str]:
+        """Every reason against these (legal) inputs; empty where the operator takes them."""
+        found = []
+        device = d.query.device.type
+        if device not in cls.SUPPORTED_DEVICES:
+            found.append(f"device is {device}, it takes {', '.join(sorted(cls.SUPPORTED_DEVICES))}")
+        if d.query.dtype not in cls.SUPPORTED_DTYPES:
+            found.append(
+                f"dtype is {d.query.dtype}, it takes {', '.join(sorted(map(str, cls.SUPPORTED_DTYPES)))}"
+            )
+        bias = d.attn_bias
+        if type(bias) not in cls.SUPPORTED_ATTN_BIAS_TYPES and not isinstance(bias, Tensor):
+            found.append(
+                f"attn_bias is {type(bias).__name__}: that mask comes with [masks] (issue 4)"
+            )
+        if d.p != 0.0 and not cls.SUPPORTS_DROPOUT:
+            found.append(f"p is {d.p}: dropout comes with [training] (issue 3)")
+        if d.output_dtype not in (None, d.query.dtype) and not cls.SUPPORTS_OUTPUT_DTYPE:
+            found.append(
+                f"output_dtype is {d.output_dtype}: another dtype than the query's comes with [masks] (issue 4)"
+            )
+        if d.is_partial and not cls.SUPPORTS_PARTIAL:
+            found.append("partial attention comes with [masks] (issue 4)")
+        return found
+
+
+class AttentionFwOpBase(AttentionOpBase):
+    """A forward operator."""
+
+    VARIANT: ClassVar[str] = ""  # the one kernel it runs; empty: the first that fits
+
+
+class CpuFwOp(AttentionFwOpBase):
+    """PyTorch's own CPU attention, blockwise where that does not apply (cpu.py)."""
+
+    NAME = "cpu"
+    SUPPORTED_DEVICES = frozenset({"cpu"})
+
+
+class ChainedFwOp(AttentionFwOpBase):
+    """Both matrix products chained in one CUTLASS 2.x kernel (csrc/chained): sm70 and newer."""
+
+    NAME = "chained"
+    SUPPORTED_DEVICES = frozenset({"cuda"})
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return not cuda_missing()
+
+    @classmethod
+    def not_supported_reasons(cls, d: Inputs) -> list[str]:
+        found = super().not_supported_reasons(d)
+        missing = cuda_missing()
+        if missing:
+            return [*found, missing]
+        if not found and not _is_empty(d):
+            request = request_of(d, _gpu_of(d.query.device), cls.VARIANT)
+            if not _C().select(request):
+                found.append(_C().explain(request).replace("\n", "\n    "))
+        return found
+
+
+ALL_FW_OPS: list[type[AttentionFwOpBase]] = [ChainedFwOp, CpuFwOp]
+_FAMILIES: dict[str, type[AttentionFwOpBase]] = {"chained": ChainedFwOp}
+AttentionOp = tuple[type[AttentionFwOpBase] | None, Any]
+
+
+@functools.lru_cache(maxsize=None)
+def variant(name: str) -> type[AttentionFwOpBase]:
+    """The operator that runs the kernel of this name and no other: `op=variant("chained_sm70_f16_k64")`.
+
+    `python -m memeff_attn.info` lists the names. The environment variable MEMEFF_FORCE_VARIANT does the same for a
+    whole program.
+    """
+    rows = {} if native()[0] is None else {row["name"]: row for row in _C().variants()}
+    if native()[0] is None:
+        raise ValueError(f"no kernel {name!r}: {native()[1]}")
+    if name not in rows:
+        raise ValueError(
+            f"no kernel {name!r}; python -m memeff_attn.info lists the {len(rows)} there are"
+        )
+    family = _FAMILIES[rows[name]["family"]]
+    return type(name, (family,), {"NAME": name, "VARIANT": name, "__doc__": f"The kernel {name}."})
+
+
+def resolve_op(op: Any) -> type[AttentionFwOpBase] | None:
+    """The forward operator of what `op=` may be: a class, an instance, or a tuple (forward, backward)."""
+    if isinstance(op, tuple):
+        op = op[0] if op else None
+    if op is None:
+        return None
+    cls = op if isinstance(op, type) else type(op)
+    if not issubclass(cls, AttentionFwOpBase):
+        raise ValueError(
+            f"op must be a forward operator of memeff_attn.dispatch ({', '.join(o.__name__ for o in ALL_FW_OPS)}, "
+            f"variant(name)) or a tuple that begins with one, got {op!r}. Leave it out to have one chosen."
+        )
+    return cls
+
+
+def ensure_op_takes(op: type[AttentionFwOpBase], d: Inputs) -> None:
+    """ValueError where a named operator does not take the inputs."""
+    reasons = op.not_supported_reasons(d)
+    if reasons:
+        raise ValueError(
+            f"Operator {op.NAME} was asked for by op= and does not support inputs:\n{d}\n{_listing(op, reasons)}\n"
+            "Leave op out to have one chosen."
+        )
+
+
+def _listing(op: type[AttentionFwOpBase], reasons: list[str]) -> str:
+    return f"{op.NAME} is not supported because:\n" + "\n".join(
+        "    " + reason for reason in reasons
+    )
+
+
+def no_operator_text(d: Inputs, kernel_text: str = "") -> str:
+    """The text of NotImplementedError; kernel_text: what csrc/dispatch.cpp says already."""
+    parts = [f"No operator found for `{_OPERATOR}` with inputs:", str(d)]
+    for op in ALL_FW_OPS:
+        reasons = op.not_supported_reasons(d)
+        if not reasons and kernel_text:
+            reasons = [kernel_text.replace("\n", "\n    ")]
+        if reasons:
+            parts.append(_listing(op, reasons))
+    return "\n".join(parts)
+
+
+def _dispatch_fw(inp: Inputs, needs_gradient: bool = False) -> type[AttentionFwOpBase]:
+    for op in ALL_FW_OPS:
+        if op.supports(inp):
+            return op
+    raise NotImplementedError(no_operator_text(inp))
+
+
+# ---- which kernel, and why ----
+
+
+def _C() -> Any:
+    return native()[0]
+
+
+def _is_empty(d: Inputs) -> bool:
+    return any(0 in x.shape for x in (d.query, d.key, d.value))
+
+
+def _gpu_of(device: torch.device) -> Mapping[str, int]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return {name: v for name, v in _C().device_info(index).items() if name != "name"}
+
+
+def gpu_named(device: Any) -> dict[str, int]:
+    """{"sm": 70} of "sm_70", "sm70", (7, 0) or 70: a GPU that need not be here."""
+    if isinstance(device, tuple) and len(device) == 2:
+        return {"sm": 10 * int(device[0]) + int(device[1])}
+    match = re.fullmatch(r"(?:sm_?)?(\d{2,3})a?", str(device))
+    if match is None:
+        raise ValueError(f'device names a GPU as "sm_70" or (7, 0), or is "cpu", got {device!r}')
+    return {"sm": int(match[1])}
+
+
+def _alignment(x: Tensor) -> int:
+    """Or of everything a kernel's alignment depends on, in elements; size-1 dimensions do not count."""
+    bits = x.shape[-1]
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1]):
+        bits |= 0 if size == 1 else stride
+    try:
+        return bits | x.data_ptr() // x.element_size()
+    except RuntimeError:  # a tensor without storage: taken as aligned
+        return bits
+
+
+def request_of(d: Inputs, gpu: Mapping[str, int], name: str = "") -> dict[str, object]:
+    """The question csrc/dispatch.cpp answers."""
+    query, key, value = (
+        x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+        for x in (d.query, d.key, d.value)
+    )
+    bits = (
+        16 | _alignment(query) | _alignment(key) | _alignment(value)
+    )  # 16: more than any kernel asks for
+    return {
+        **gpu,
+        "dtype": _DTYPE_NAMES[query.dtype],
+        "math": "tf32" if query.dtype == torch.float32 and tf32_allowed() else "ieee",
+        "B": query.shape[0],
+        "M": query.shape[1],
+        "N": key.shape[1],
+        "H": math.prod(query.shape[2:-1]),
+        "K": query.shape[-1],
+        "Kv": value.shape[-1],
+        "alignment": bits & -bits,
+        "has_bias": isinstance(d.attn_bias, Tensor),
+        "variant": name,
+    }
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def tf32_allowed() -> bool:
+    """Whether torch lets fp32 matrix products round their inputs to TF32."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(
+        matmul, "fp32_precision", None
+    )  # torch >= 2.9; reading allow_tf32 raises once this one is set
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    device: Any = None,
+) -> str:
+    """Which operator and kernel `memory_efficient_attention` would run on these inputs, and why not the others.
+
+    Shapes, Dtypes: as `memory_efficient_attention`.
+    Args: the same, and device: a GPU that need not be here ("sm_70", (9, 0)), or "cpu"; default: the tensors' device.
+    Memory: none; nothing is launched.
+    Raises: ValueError where the inputs disagree with each other.
+    Source: csrc/dispatch.cpp and cpu.py.
+    """
+    inputs = Inputs(query, key, value, attn_bias, p, scale)
+    inputs.validate_inputs()
+    chosen = resolve_op(op)
+    if device is None:
+        device = query.device
+    if str(device).startswith("cpu"):
+        return _explain_cpu(inputs, chosen)
+    here = str(device).startswith("cuda")
+    missing = native()[1]
+    reasons = [
+        r for r in AttentionFwOpBase.not_supported_reasons(inputs) if not r.startswith("device is")
+    ]
+    if chosen is not None and not issubclass(chosen, ChainedFwOp):
+        reasons.append(f"op={chosen.NAME} does not run on a GPU")
+    if missing or reasons:
+        return "chosen: none\n" + _listing(ChainedFwOp, [*reasons, missing] if missing else reasons)
+    if _is_empty(inputs):
+        return "chosen: none; an input is empty, the result needs no kernel"
+    gpu = _gpu_of(torch.device(device)) if here else gpu_named(device)
+    text: str = _C().explain(request_of(inputs, gpu, chosen.VARIANT if chosen else ""))
+    return text
+
+
+def _explain_cpu(d: Inputs, chosen: type[AttentionFwOpBase] | None) -> str:
+    reasons = [r for r in CpuFwOp.not_supported_reasons(d) if not r.startswith("device is")]
+    if chosen is not None and not issubclass(chosen, CpuFwOp):
+        reasons.append(f"op={chosen.NAME} does not run on the CPU")
+    if reasons:
+        return "chosen: none\n" + _listing(CpuFwOp, reasons)
+    bias, causal = split_bias(d.attn_bias)
+    bias = None if bias is None else bias_of_rank(bias, d.query)
+    path, why = cpu.route(d.query, d.key, d.value, bias, causal)
+    name = "PyTorch's flash kernel for the CPU" if path == "flash" else "blockwise PyTorch"
+    return f"chosen: {CpuFwOp.NAME}, {name} ({why})\nthe others:\n  - takes tensors on a GPU: {ChainedFwOp.NAME}"

@@ -1,0 +1,294 @@
+"""The operator memeff_attn::forward as torch sees it: schema, CUDA and CPU implementations, fake, autograd.
+
+The CUDA path is short on purpose: allocate, launch. The compiled code checks every number; only when it refuses does
+`_second_try` look closer, mend what needs no kernel (empty inputs) or a copy (a last stride other than 1), and
+otherwise build the long message.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cpu, dispatch
+from .attn_bias import (
+    CAUSAL_BOTTOM_RIGHT,
+    CAUSAL_TOP_LEFT,
+    AttentionBias,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+)
+from .reference import lse_shape
+
+# attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant: "" or a kernel's
+# name. Returns out and the log-sum-exp ([0] where need_lse is false).
+_SCHEMA = (
+    "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, bool tf32, "
+    "bool need_lse, str variant) -> (Tensor, Tensor)"
+)
+# Stands where [training] puts the backward operator: it is traced like one and says at run time what is missing.
+_BACKWARD_SCHEMA = "backward_missing(Tensor grad, Tensor[] inputs) -> Tensor[]"
+NO_BACKWARD = (
+    "The backward pass of memory_efficient_attention comes with [training] (issue 3); today only the forward pass is "
+    "here. Call it under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention to train."
+)
+
+_library = torch.library.Library("memeff_attn", "DEF")
+_library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
+_library.define(_BACKWARD_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
+
+Failure = tuple[int, str]  # Code of csrc/status.h and its message
+INVALID, UNSUPPORTED, CUDA_ERROR = 1, 2, 3
+
+# os.environ.get costs 0.6 us a call, more than a tenth of the whole path; its own dictionary 0.05.
+_environ: dict[Any, Any] = getattr(os.environ, "_data", {})
+_FORCED = os.fsencode("MEMEFF_FORCE_VARIANT")
+_current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_scalar_codes = {
+    torch.float16: 0,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+    torch.bool: 3,
+}  # DType of csrc/params.h
+
+
+def _launch_first(*args: Any) -> Failure | None:
+    """Replaces itself, on the first launch, by what this installation launches with."""
+    global _launch
+    _launch = launcher()
+    return _launch(*args)
+
+
+_launch: Callable[..., Failure | None] = _launch_first
+
+
+def launcher() -> Callable[..., Failure | None]:
+    """The compiled forward: by tensors, by their numbers where torch has no DLPack exchange, or a refusal."""
+    module, reason = dispatch.native()
+    if module is None:
+        return lambda *args: (UNSUPPORTED, reason)
+    if not module.is_cuda_build:
+        return lambda *args: (UNSUPPORTED, dispatch.cuda_missing())
+    forward: Callable[..., Failure | None] = module.forward
+    return (
+        forward
+        if hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+        else _by_scalars(module.forward_scalars)
+    )
+
+
+def _by_scalars(forward: Callable[..., Failure | None]) -> Callable[..., Failure | None]:
+    def numbers(x: Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
+        if x is None:
+            return None
+        return x.data_ptr(), _scalar_codes.get(x.dtype, -1), tuple(x.shape), x.stride()
+
+    def launch(*args: Any) -> Failure | None:
+        tensors = [x for x in args[:6] if x is not None]
+        if any(x.device != tensors[0].device for x in tensors):
+            return INVALID, "the tensors are on different devices"
+        return forward(*map(numbers, args[:6]), *args[6:], args[0].get_device())
+
+    return launch
+
+
+def _stream_of(index: int) -> int:
+    return _current_stream(index) if _current_stream is not None else 0
+
+
+def _forward_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    need_lse: bool,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    shape = query.shape
+    width = value.shape[-1]
+    if width == shape[-1]:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    else:
+        out = query.new_empty((*shape[:-1], width))
+    if not need_lse:
+        lse, lse_or_none = query.new_empty((0,), dtype=torch.float32), None
+    else:
+        lse = lse_or_none = query.new_empty(lse_shape(query), dtype=torch.float32)
+    if not variant and _FORCED in _environ:
+        variant = os.fsdecode(_environ[_FORCED])
+    stream = _stream_of(query.get_device())
+    failure = _launch(
+        query, key, value, attn_bias, out, lse_or_none, scale, causal, tf32, variant, stream
+    )
+    if failure is not None:
+        _second_try(
+            failure,
+            query,
+            key,
+            value,
+            attn_bias,
+            out,
+            lse_or_none,
+            scale,
+            causal,
+            tf32,
+            variant,
+            stream,
+        )
+    return out, lse
+
+
+def _second_try(
+    failure: Failure,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    variant: str,
+    stream: int,
+) -> None:
+    """Writes the result where no kernel or one copy is all it takes; raises otherwise."""
+    if failure[0] != CUDA_ERROR:
+        dispatch.check_inputs(query, key, value, attn_bias)
+        if query.numel() == 0 and query.shape[-1] != 0 or key.shape[1] == 0:  # B, M, H or N is 0
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-math.inf)
+            return
+        mended = [_launchable(x) for x in (query, key, value)]
+        target = out if value.shape[-1] else value.new_empty((*out.shape[:-1], 1))
+        if target is not out or any(a is not b for a, b in zip(mended, (query, key, value))):
+            again = _launch(*mended, attn_bias, target, lse, scale, causal, tf32, variant, stream)
+            if again is None:
+                return
+            failure = again
+    raise _error(failure, query, key, value, attn_bias, scale, causal, variant)
+
+
+def _launchable(x: Tensor) -> Tensor:
+    """With last stride 1, and K or Kv at least 1: a zero-width operand adds nothing, which a zero column does too."""
+    if x.shape[-1] == 0:
+        return x.new_zeros(()).expand(*x.shape[:-1], 1)
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _error(
+    failure: Failure,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    variant: str,
+) -> Exception:
+    code, message = failure
+    mask: Tensor | AttentionBias | None = attn_bias
+    if causal == CAUSAL_TOP_LEFT:
+        mask = LowerTriangularMask()
+    elif causal == CAUSAL_BOTTOM_RIGHT:
+        mask = LowerTriangularFromBottomRightMask()
+    inputs = dispatch.Inputs(query, key, value, mask, 0.0, scale)
+    if code == CUDA_ERROR:
+        return RuntimeError(
+            f"The kernel of memory_efficient_attention failed: {message}\n{inputs}\n"
+            "An earlier, asynchronous error may be reported here: CUDA_LAUNCH_BLOCKING=1 shows where it comes from."
+        )
+    if code == UNSUPPORTED:
+        return NotImplementedError(dispatch.no_operator_text(inputs, message))
+    forced = f" (variant {variant!r}, from op= or MEMEFF_FORCE_VARIANT)" if variant else ""
+    return ValueError(f"{message}{forced}\n{inputs}")
+
+
+def _forward_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    need_lse: bool,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    dispatch.check_inputs(query, key, value, attn_bias)
+    if query.dtype not in dispatch.DTYPES:
+        raise _error((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant)
+    out, lse = cpu.forward(query, key, value, attn_bias, scale, causal)
+    return out, lse if need_lse else query.new_empty((0,), dtype=torch.float32)
+
+
+def _forward_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    need_lse: bool,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    dispatch.check_inputs(query, key, value, attn_bias)
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(lse_shape(query) if need_lse else (0,), dtype=torch.float32)
+
+
+def _backward_missing(grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    raise NotImplementedError(NO_BACKWARD)
+
+
+_library.impl("forward", _forward_cuda, "CUDA")
+_library.impl("forward", _forward_cpu, "CPU")
+_library.impl("backward_missing", _backward_missing, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff_attn::forward", _forward_fake, lib=_library)
+torch.library.register_fake(
+    "memeff_attn::backward_missing",
+    lambda grad, inputs: [torch.empty_like(x) for x in inputs],
+    lib=_library,
+)
+forward = torch.ops.memeff_attn.forward.default
+
+
+class Forward(torch.autograd.Function):
+    """The operator where a gradient may be asked for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        scale: float,
+        causal: int,
+        tf32: bool,
+        need_lse: bool,
+        variant: str,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(query, key, value, attn_bias, scale, causal, tf32, need_lse, variant)
+        ctx.save_for_backward(query, key, value, attn_bias)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any = None) -> Any:
+        saved = ctx.saved_tensors
+        grads = iter(
+            torch.ops.memeff_attn.backward_missing(grad, [x for x in saved if x is not None])
+        )
+        return (*(None if x is None else next(grads) for x in saved), None, None, None, None, None)

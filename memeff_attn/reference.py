@@ -1,0 +1,244 @@
+"""Attention as its definition, to compare with: `attention` in fp64 (the oracle), `eager` in the inputs' own dtype.
+
+Both take what `memory_efficient_attention` takes (3-D, 4-D and 5-D inputs, fewer key heads, every mask and bias) and
+work block by block over the queries, so that the oracle is usable at M = 4096 and beyond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attn_bias import (
+    CAUSAL_BOTTOM_RIGHT,
+    CAUSAL_NONE,
+    CAUSAL_TOP_LEFT,
+    AttentionBias,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+    bias_of_rank,
+    planned_text,
+)
+
+# Scores held at once; 4M fp32 elements (16 MB) keep a CPU's caches and BLAS busy, and a GPU's memory free.
+SCORES_PER_BLOCK = 1 << 22
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T + bias) V and its log-sum-exp, in fp64: the oracle of the whole project.
+
+    Shapes: as `memory_efficient_attention`; log-sum-exp [B, H, M] ([B, 1, M] for 3-D, [B, G, H, M] for 5-D inputs).
+    Dtypes: any floating dtype, both results are float64.
+    Args: as `memory_efficient_attention`; the default scale is K ** -0.5.
+    Memory: O(M + N) and one block of scores.
+    Numerics: a query that sees no key gives 0 and -inf; a finite bias is a number, however negative.
+    Raises: ValueError where shapes disagree.
+    Source: the contract in docs/design.md.
+    """
+    return blockwise(query, key, value, attn_bias, scale, torch.float64)
+
+
+def eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale * Q K^T + bias) V in plain PyTorch, every step in the inputs' dtype: what a user would write.
+
+    Shapes, Args: as `memory_efficient_attention`.
+    Dtypes: that of the query, results too.
+    Memory: O(B * H * M * N), on purpose.
+    Numerics: rounds after each step; a query that sees no key gives 0.
+    Raises: ValueError where shapes disagree.
+    Source: the baseline of the tolerance rule, tests/tolerance.py.
+    """
+    bias, causal = split_bias(attn_bias)
+    view = views_of(query, key, value, bias)
+    scale = default_scale(query) if scale is None else scale
+    scores = torch.matmul(view.query, view.key.transpose(-1, -2)) * scale
+    if view.bias is not None and view.bias.dtype == torch.bool:
+        scores = scores.masked_fill(~view.bias, -math.inf)
+    elif view.bias is not None:
+        scores = scores + view.bias
+    if causal != CAUSAL_NONE:
+        scores = scores.masked_fill(~_visible(view, causal, 0, view.rows), -math.inf)
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores, -1).to(query.dtype)
+    out = new_output(query, value.shape[-1], query.dtype)
+    grouped(out, view.groups).copy_(torch.matmul(weights, view.value).masked_fill(dead, 0.0))
+    return out
+
+
+class Views(NamedTuple):
+    """Inputs of any layout as [B, groups, heads per group, M or N, K or Kv]; the bias broadcasts to the scores."""
+
+    query: Tensor  # [B, G, R, M, K]
+    key: Tensor  # [B, G, 1 or R, N, K]
+    value: Tensor  # [B, G, 1 or R, N, Kv]
+    bias: Tensor | None  # [B|1, G|1, R|1, M|1, N|1]
+    groups: int
+
+    @property
+    def rows(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[3]
+
+
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """A view of [B, L, D], [B, L, H, D] or [B, L, G, H, D] as [B, groups, heads per group, L, D]."""
+    if x.dim() == 3:
+        return x[:, None, None]
+    if x.dim() == 4:
+        x = x.unflatten(2, (groups, x.shape[2] // groups)) if x.shape[2] else x.unsqueeze(2)
+    return x.permute(0, 2, 3, 1, 4)
+
+
+def views_of(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Views:
+    groups = max(1, key.shape[2]) if query.dim() == 4 else 1
+    if query.dim() == 4 and query.shape[2] % groups != 0:
+        raise ValueError(
+            f"query has {query.shape[2]} heads, which {groups} key heads do not divide"
+        )
+    if bias is not None:
+        bias = _bias_view(bias, query, groups)
+    return Views(grouped(query, groups), grouped(key, groups), grouped(value, groups), bias, groups)
+
+
+def _bias_view(bias: Tensor, query: Tensor, groups: int) -> Tensor:
+    bias = bias_of_rank(bias, query)
+    if bias.dim() == 3:
+        return bias[:, None, None]
+    if bias.dim() == 4 and bias.shape[1] == 1:
+        return bias.unsqueeze(1)
+    if bias.dim() == 4:
+        return bias.unflatten(1, (groups, bias.shape[1] // groups))
+    return bias
+
+
+def split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[Tensor | None, int]:
+    """(additive or bool tensor, causal) of what a user may pass."""
+    if attn_bias is None or isinstance(attn_bias, Tensor):
+        return attn_bias, CAUSAL_NONE
+    if type(attn_bias) is LowerTriangularMask:
+        return None, CAUSAL_TOP_LEFT
+    if type(attn_bias) is LowerTriangularFromBottomRightMask:
+        return None, CAUSAL_BOTTOM_RIGHT
+    raise NotImplementedError(planned_text(type(attn_bias).__name__))
+
+
+def default_scale(query: Tensor) -> float:
+    head_dim = query.shape[-1]
+    return float(head_dim) ** -0.5 if head_dim else 1.0
+
+
+def new_output(query: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in the query's layout, zero."""
+    return query.new_zeros((*query.shape[:-1], width), dtype=dtype)
+
+
+def lse_shape(query: Tensor) -> tuple[int, ...]:
+    """[B, 1, M], [B, H, M] or [B, G, H, M]."""
+    if query.dim() == 3:
+        return (query.shape[0], 1, query.shape[1])
+    return (query.shape[0], *query.shape[2:-1], query.shape[1])
+
+
+def _visible(view: Views, causal: int, first: int, last: int) -> Tensor:
+    """[last - first, N], True where the causal rule lets row (from `first` on) see the key."""
+    rows = torch.arange(first, last, device=view.query.device)
+    if causal == CAUSAL_BOTTOM_RIGHT:
+        rows = rows + (view.keys - view.rows)
+    return torch.arange(view.keys, device=view.query.device) <= rows[:, None]
+
+
+def _blocks(view: Views) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices of (batch, group, rows) whose scores fit SCORES_PER_BLOCK, or one row of one group where none do."""
+    batch, groups, heads, rows, _ = view.query.shape
+
+    def steps(total: int, cost: int) -> Iterator[slice]:
+        step = max(1, SCORES_PER_BLOCK // max(1, cost))
+        return (slice(i, min(i + step, total)) for i in range(0, total, step))
+
+    row_cost = heads * view.keys
+    group_cost = row_cost * min(rows, max(1, SCORES_PER_BLOCK // max(1, row_cost)))
+    batch_cost = group_cost * min(groups, max(1, SCORES_PER_BLOCK // max(1, group_cost)))
+    for b in steps(batch, batch_cost):
+        for g in steps(groups, group_cost):
+            for m in steps(rows, row_cost):
+                yield b, g, m
+
+
+def _part(bias: Tensor, b: slice, g: slice, m: slice) -> Tensor:
+    """The block of a broadcast bias."""
+    every = slice(None)
+    return bias[
+        b if bias.shape[0] > 1 else every,
+        g if bias.shape[1] > 1 else every,
+        :,
+        m if bias.shape[3] > 1 else every,
+    ]
+
+
+def blockwise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None,
+    scale: float | None,
+    compute: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    causal: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse): everything in `compute`, out rounded once to `out_dtype`; memory O(M + N) and one block of scores.
+
+    causal: overrides what a mask object says, for callers that hold the number already.
+    """
+    bias, rule = split_bias(attn_bias)
+    rule = rule if causal is None else causal
+    view = views_of(query, key, value, bias)
+    scale = default_scale(query) if scale is None else scale
+    out = new_output(query, value.shape[-1], out_dtype or compute)
+    lse = torch.full(lse_shape(query), -math.inf, dtype=compute, device=query.device)
+    if out.numel() == lse.numel() == 0 or view.keys == 0:
+        return out, lse
+    out_view = grouped(out, view.groups)
+    lse_view = lse.view(view.query.shape[:4])
+    for b, g, m in _blocks(view):
+        q, k, v = (
+            view.query[b, g, :, m].to(compute),
+            view.key[b, g].to(compute),
+            view.value[b, g].to(compute),
+        )
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)  # [b, g, R, m, N]
+        if view.bias is not None:
+            part = _part(view.bias, b, g, m)
+            if part.dtype == torch.bool:
+                scores.masked_fill_(~part, -math.inf)
+            else:
+                scores += part.to(compute)
+        if rule != CAUSAL_NONE:
+            scores.masked_fill_(~_visible(view, rule, m.start, m.stop), -math.inf)
+        largest = scores.amax(-1, keepdim=True)
+        dead = largest == -math.inf
+        shift = largest.masked_fill(largest.isinf(), 0.0)
+        weights = scores.sub_(shift).exp_()  # of a dead row: exp(-inf) = 0
+        total = weights.sum(-1, keepdim=True)
+        block = torch.matmul(weights, v) / total.masked_fill(dead, 1.0)
+        out_view[b, g, :, m] = block.masked_fill_(dead, 0.0).to(out.dtype)
+        lse_view[b, g, :, m] = (shift + total.log()).squeeze(-1)  # of a dead row: log 0
+    return out, lse
