@@ -1,4 +1,4 @@
-"""Exact attention in linear memory on CUTLASS kernels, V100 to H200. `memory_efficient_attention` is the call."""
+"""Exact attention in linear memory on CUTLASS kernels, V100 to H200."""
 
 from . import attn_bias, dispatch, reference
 from .attention import (

@@ -1,7 +1,8 @@
-"""The public calls. They check what is cheap, name the mask by a number, and hand over to the operator (ops.py)."""
+"""The public calls: cheap checks, the mask as a number, then the operator (ops.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from .attn_bias import (
     LowerTriangularMask,
     bias_of_rank,
 )
-from .dispatch import Inputs
+from .inputs import Inputs, check_inputs, check_numbers
 
+_with_backward: Callable[..., tuple[Tensor, Tensor]] = ops.Forward.apply
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -36,30 +38,37 @@ def memory_efficient_attention(
     """out = softmax(scale * Q K^T + bias) V, exactly, without ever holding the M x N scores.
 
     Shapes:
-        query [B, M, H, K], key [B, N, H, K], value [B, N, H, Kv] -> out [B, M, H, Kv]; key and value may have fewer
-        heads Hkv, H % Hkv == 0: head h then reads key head h // (H / Hkv). Also [B, M, K] (one head) and
-        [B, M, G, H, K] (all operands alike; expand key and value for shared heads). Any size, K and Kv from 1 up, any
-        strides; a tensor whose last stride is not 1 is copied.
-    Dtypes: float16, bfloat16 or float32, all three alike; out has the same. Inputs that differ are cast to the
-        autocast dtype under torch.autocast (inputs that agree stay as they are) and refused elsewhere.
+        query [B, M, H, K], key [B, N, H, K], value [B, N, H, Kv] -> out [B, M, H, Kv]; key and
+        value may have fewer heads Hkv, H % Hkv == 0: head h then reads key head h // (H / Hkv).
+        Also [B, M, K] (one head) and [B, M, G, H, K] (all operands alike; expand key and value for
+        shared heads). Any size, K and Kv from 1 up, any strides; a tensor whose last stride is not
+        1 is copied.
+    Dtypes: float16, bfloat16 or float32, all three alike; out has the same. Inputs that differ are
+        cast to the autocast dtype under torch.autocast (inputs that agree stay as they are) and
+        refused elsewhere.
     Args:
-        attn_bias: None; LowerTriangularMask() (query i sees keys up to i); LowerTriangularFromBottomRightMask()
-            (up to i + N - M); or a tensor that broadcasts to [B, H, M, N] ([B, M, N] or [B, G, H, M, N] with the other
-            layouts), of the query's dtype or float32 (added to the scores), or bool (True = visible). Fewer dimensions:
-            [M, N], [1, M, N] and [B * H, M, N]. Scale does not touch it.
+        attn_bias: None; LowerTriangularMask() (query i sees keys up to i);
+            LowerTriangularFromBottomRightMask() (up to i + N - M); or a tensor that broadcasts to
+            [B, H, M, N] ([B, M, N] or [B, G, H, M, N] with the other layouts), of the query's dtype
+            or float32 (added to the scores), or bool (True = visible). Fewer dimensions: [M, N],
+            [1, M, N] and [B * H, M, N]. Scale does not touch it.
         p: dropout probability; 0 until [training].
         scale: any finite number; default K ** -0.5.
-        op: an operator of memeff_attn.dispatch, or a tuple that begins with one, to insist on; default: the best.
+        op: an operator of memeff_attn.dispatch, or a tuple that begins with one, to insist on;
+            default: the best.
         output_dtype: the query's dtype until [masks].
     Memory: the output, and nothing that grows with M * N. On the CPU also one block of scores.
-    Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product with V. float32
-        products are accurate to float32 unless torch allows TF32 (torch.backends.cuda.matmul). A query that sees no key
-        gives 0. A finite bias is a number, however negative. The forward pass is bit-deterministic.
+    Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
+        with V. float32 products are accurate to float32 unless torch allows TF32
+        (torch.backends.cuda.matmul). A query that sees no key gives 0. A finite bias is a number,
+        however negative. The forward pass is bit-deterministic.
     Raises:
         ValueError: inputs that disagree with each other, or with a named op.
-        NotImplementedError: legal inputs that no operator here takes, with the reasons; the backward pass.
+        NotImplementedError: legal inputs that no operator here takes, with the reasons; the
+            backward pass.
         RuntimeError: a CUDA failure.
-    Source: Rabe and Staats, "Self-attention does not need O(n^2) memory"; csrc/chained; interface of xFormers.
+    Source: Rabe and Staats, "Self-attention does not need O(n^2) memory"; csrc/chained; interface
+        of xFormers.
     """
     return _attention(query, key, value, attn_bias, p, scale, op, output_dtype, False)[0]
 
@@ -77,7 +86,8 @@ def memory_efficient_attention_forward(
 ) -> Tensor:
     """out = softmax(scale * Q K^T + bias) V: the forward pass alone.
 
-    Everything as `memory_efficient_attention`; p must be 0, as no state of a random generator is returned.
+    Everything as `memory_efficient_attention`; p must be 0, as no state of a random generator is
+    returned.
     """
     return _attention(query, key, value, attn_bias, p, scale, op, output_dtype, False)[0]
 
@@ -93,7 +103,8 @@ def memory_efficient_attention_forward_requires_grad(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) with out as `memory_efficient_attention` and lse = log sum_j exp(scale * q k_j + bias_j).
+    """(out, lse) with out as `memory_efficient_attention` and lse = log sum_j exp(scale * q k_j +
+    bias_j).
 
     Shapes: lse [B, H, M]; [B, 1, M] for 3-D and [B, G, H, M] for 5-D inputs. No padding.
     Dtypes: lse is float32, natural logarithm.
@@ -114,7 +125,8 @@ def _attention(
     output_dtype: torch.dtype | None,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    # Every call passes here: cheap tests only; a failing one leads to the function that explains it.
+    # Every call passes here: cheap tests only; a failing one leads to the function that explains
+    # it.
     rank = query.dim()
     if rank != key.dim() or rank != value.dim() or rank < 3 or rank > 5:
         _refuse(query, key, value, attn_bias)
@@ -150,8 +162,10 @@ def _attention(
         or value.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        return ops.Forward.apply(query, key, value, bias, scale, causal, tf32, need_lse, variant)  # type: ignore[no-any-return, no-untyped-call]
-    return ops.forward(query, key, value, bias, scale, causal, tf32, need_lse, variant)  # type: ignore[no-any-return]
+        call = _with_backward
+    else:
+        call = ops.forward
+    return call(query, key, value, bias, scale, causal, tf32, need_lse, variant)
 
 
 def _refuse(
@@ -170,7 +184,8 @@ def _refuse_mask(
         raise NotImplementedError(dispatch.no_operator_text(inputs))
     hint = f" Did you mean {attn_bias.__name__}()?" if isinstance(attn_bias, type) else ""
     raise ValueError(
-        f"attn_bias must be None, a tensor, or a mask of memeff_attn.attn_bias, got {type(attn_bias).__name__}.{hint}"
+        f"attn_bias must be None, a tensor, or a mask of memeff_attn.attn_bias, got "
+        f"{type(attn_bias).__name__}.{hint}"
     )
 
 
@@ -179,7 +194,7 @@ def _cast_by_autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     device = query.device.type
     if not torch.is_autocast_enabled(device):
-        dispatch.check_inputs(query, key, value, bias)
+        check_inputs(query, key, value, bias)
     dtype = torch.get_autocast_dtype(device)
 
     def cast(x: Tensor) -> Tensor:  # float64 and integers stay, as with torch's own operators
@@ -196,16 +211,17 @@ def _cast_by_autocast(
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{name} must be a number, got a tensor; pass {name}.item(), which waits for the device."
+            f"{name} must be a number, got a tensor; pass {name}.item(), which waits for the "
+            "device."
         )
     number = float(value)
-    dispatch.check_numbers(0.0, number)
+    check_numbers(0.0, number)
     return number
 
 
 def _unusual(inputs: Inputs, op: Any) -> str:
     """Dropout, a named operator, another output dtype: the kernel to insist on, or why not."""
-    dispatch.check_numbers(inputs.p, inputs.scale)
+    check_numbers(inputs.p, inputs.scale)
     chosen = dispatch.resolve_op(op)
     asks_more = inputs.p != 0.0 or inputs.output_dtype not in (None, inputs.query.dtype)
     if chosen is None and not asks_more:

@@ -1,4 +1,4 @@
-"""Masks as objects: what `attn_bias` may be besides a tensor. A mask is a rule, so it costs no memory."""
+"""Masks as objects: a rule instead of a tensor, so they cost no memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
 
 class AttentionBias:
-    """Base of all masks. A mask is immutable, may be pickled and copied, and serves calls of any size."""
+    """Base of all masks: immutable, may be pickled and copied, serve calls of any size."""
 
     def materialize(
         self,
@@ -24,7 +24,8 @@ class AttentionBias:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> Tensor:
-        """The mask as a tensor [..., M, N]: 0 where visible, -inf where not (bool: True where visible).
+        """The mask as a tensor [..., M, N]: 0 where visible, -inf where not (bool: True where
+        visible).
 
         For tests and for looking at: attention itself never builds it.
         """
@@ -60,7 +61,8 @@ class LowerTriangularMask(AttentionBias):
 class LowerTriangularFromBottomRightMask(AttentionBias):
     """Causal, anchored to the bottom-right corner: query i sees key j when j <= i + (N - M).
 
-    The last query sees every key. With more queries than keys the first M - N queries see none: their output is 0.
+    The last query sees every key. With more queries than keys the first M - N queries see none:
+    their output is 0.
     """
 
     def materialize(
@@ -77,6 +79,17 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
     def __repr__(self) -> str:
         return "LowerTriangularFromBottomRightMask()"
+
+
+def split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[Tensor | None, int]:
+    """(additive or bool tensor, causal) of what a user may pass."""
+    if attn_bias is None or isinstance(attn_bias, Tensor):
+        return attn_bias, CAUSAL_NONE
+    if type(attn_bias) is LowerTriangularMask:
+        return None, CAUSAL_TOP_LEFT
+    if type(attn_bias) is LowerTriangularFromBottomRightMask:
+        return None, CAUSAL_BOTTOM_RIGHT
+    raise NotImplementedError(planned_text(type(attn_bias).__name__))
 
 
 def _materialize_causal_mask(
@@ -103,10 +116,11 @@ def bias_shape(query: Tensor, key: Tensor) -> tuple[int, ...]:
 
 
 def bias_of_rank(bias: Tensor, query: Tensor) -> Tensor:
-    """A view of the bias with as many dimensions as the query; ValueError where the missing ones could mean two things.
+    """A view of the bias with as many dimensions as the query; ValueError where the missing ones
+    could mean two things.
 
-    [M, N] serves every batch and head. With a 4-D query also [1, M, N], [B * H, M, N] (heads fastest) and, where B and
-    H differ, [B, M, N].
+    [M, N] serves every batch and head. With a 4-D query also [1, M, N], [B * H, M, N] (heads
+    fastest) and, where B and H differ, [B, M, N].
     """
     rank = query.dim()
     if bias.dim() == rank:
@@ -118,24 +132,29 @@ def bias_of_rank(bias: Tensor, query: Tensor) -> Tensor:
         if first == 1:
             return bias.unsqueeze(0)
         if first == batch * heads:
-            return bias.unflatten(0, (batch, heads))
+            return bias.view(batch, heads, *bias.shape[1:])
         if first == batch != heads:
             return bias.unsqueeze(1)
         raise ValueError(
-            f"attn_bias has shape {tuple(bias.shape)}, whose first dimension may be meant as batch ({batch}) or heads "
-            f"({heads}); expected [B, H, M, N], any dimension 1. Pass attn_bias.unsqueeze(1) for one mask a batch "
+            f"attn_bias has shape {tuple(bias.shape)}, whose first dimension may be meant as batch "
+            f"({batch}) or heads "
+            f"({heads}); expected [B, H, M, N], any dimension 1. Pass attn_bias.unsqueeze(1) for "
+            "one mask a batch "
             "entry, attn_bias.unsqueeze(0) for one a head."
         )
     raise ValueError(
-        f"attn_bias has {bias.dim()} dimensions {tuple(bias.shape)}, query {tuple(query.shape)} takes {rank} "
-        f"({_BIAS_LAYOUT.get(rank, 'none')}, any dimension 1) or 2 ([M, N]). Add the missing ones with unsqueeze."
+        f"attn_bias has {bias.dim()} dimensions {tuple(bias.shape)}, query {tuple(query.shape)} "
+        f"takes {rank} "
+        f"({_BIAS_LAYOUT.get(rank, 'none')}, any dimension 1) or 2 ([M, N]). Add the missing ones "
+        "with unsqueeze."
     )
 
 
 _BIAS_LAYOUT = {3: "[B, M, N]", 4: "[B, H, M, N]", 5: "[B, G, H, M, N]"}
 
 
-# xFormers' other masks: the names exist, so that imports and isinstance checks work, and say what is missing when used.
+# xFormers' other masks: the names exist, so that imports and isinstance checks work, and say what
+# is missing when used.
 _PLANNED = (
     "LowerTriangularMaskWithTensorBias",
     "LowerTriangularFromBottomRightLocalAttentionMask",
@@ -160,7 +179,8 @@ _PLANNED = (
 
 def planned_text(name: str) -> str:
     return (
-        f"{name} is not here yet: it comes with [masks] (issue 4). Today attn_bias may be None, LowerTriangularMask(), "
+        f"{name} is not here yet: it comes with [masks] (issue 4). Today attn_bias may be None, "
+        "LowerTriangularMask(), "
         "LowerTriangularFromBottomRightMask() or a tensor (additive, or bool with True = visible)."
     )
 

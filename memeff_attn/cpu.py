@@ -1,4 +1,5 @@
-"""Attention on the CPU: PyTorch's own flash kernel where it applies, blockwise PyTorch where it does not.
+"""Attention on the CPU: PyTorch's own flash kernel where it applies, blockwise PyTorch where it
+does not.
 
 `route` decides and says why; `forward` is the CPU implementation of the operator.
 """
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .attn_bias import CAUSAL_BOTTOM_RIGHT, CAUSAL_NONE, CAUSAL_TOP_LEFT
-from .reference import SCORES_PER_BLOCK, blockwise, lse_shape
+from .inputs import lse_shape
+from .reference import SCORES_PER_BLOCK, blockwise
 
 
 def effective_causal(query: Tensor, key: Tensor, causal: int) -> int:
@@ -31,7 +33,8 @@ def route(
     if query.shape[-1] != value.shape[-1]:
         return (
             "blockwise",
-            f"PyTorch's flash kernel takes Kv = K only, K is {query.shape[-1]}, Kv {value.shape[-1]}",
+            f"PyTorch's flash kernel takes Kv = K only, K is {query.shape[-1]}, Kv "
+            f"{value.shape[-1]}",
         )
     if effective_causal(query, key, causal) == CAUSAL_BOTTOM_RIGHT:
         return "blockwise", "PyTorch's flash kernel has no bottom-right causal mask"
@@ -71,7 +74,7 @@ def forward(
 
 
 def _bhmk(x: Tensor, heads: int) -> Tensor:
-    """Any layout as [B, H, L, D] with last stride 1; shared key heads are repeated, as the kernel wants them."""
+    """Any layout as [B, H, L, D] with last stride 1; shared key heads are repeated."""
     if x.dim() == 3:
         x = x.unsqueeze(2)
     elif x.dim() == 5:
@@ -113,14 +116,14 @@ def _flash(
 
 
 def _mend_empty_rows(lse: Tensor, bias: Tensor, causal: int) -> None:
-    """The kernel reports 0 for a row that sees no key; the contract says -inf. In place; lse [B, H, M]."""
+    """In place on lse [B, H, M]: -inf for a row that sees no key; the kernel says 0."""
     suspects = (lse == 0).nonzero()
     if suspects.numel() == 0:
         return
     rows = bias.expand(*lse.shape, -1)  # [B, H, M, 1 or N]
     keys = rows.shape[-1]
     columns = torch.arange(keys)
-    for part in suspects.split(max(1, SCORES_PER_BLOCK // keys)):
+    for part in torch.split(suspects, max(1, SCORES_PER_BLOCK // keys)):
         b, h, m = part.unbind(1)
         hidden = rows[b, h, m] == -math.inf
         if causal == CAUSAL_TOP_LEFT and keys > 1:

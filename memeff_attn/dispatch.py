@@ -1,8 +1,8 @@
 """Which operator takes an input, and why the others do not.
 
-`check_inputs` refuses inputs that disagree with each other (ValueError). Operator classes carry xFormers' attribute
-names and say by `not_supported_reasons` what they cannot do; `explain` tells it all. Which kernel of an operator runs is
-decided in csrc/dispatch.cpp, asked here through the compiled module.
+Operator classes carry xFormers' attribute names and say by `not_supported_reasons` what they cannot
+do; `explain` tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp, asked
+here through the compiled module.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -25,18 +24,17 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
     bias_of_rank,
-    bias_shape,
+    split_bias,
 )
-from .reference import default_scale, split_bias
+from .inputs import Inputs
 
 NoneType: type = type(None)
-LAYOUTS = "[B, M, K], [B, M, H, K] or [B, M, G, H, K]"
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 _OPERATOR = "memory_efficient_attention_forward"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def native() -> tuple[ModuleType | None, str]:
     """(the compiled module memeff_attn._C, "") or (None, why it is not there and what to do)."""
     try:
@@ -50,7 +48,8 @@ def native() -> tuple[ModuleType | None, str]:
 
 
 _BUILD_HINT = (
-    "Install memeff_attn with nvcc in reach (CUDA_HOME or PATH) and MEMEFF_CUDA_ARCHS naming your GPU, such as "
+    "Install memeff_attn with nvcc in reach (CUDA_HOME or PATH) and MEMEFF_CUDA_ARCHS naming your "
+    "GPU, such as "
     "MEMEFF_CUDA_ARCHS=80, or move the tensors to the CPU."
 )
 
@@ -65,151 +64,6 @@ def cuda_missing() -> str:
         if module.is_cuda_build
         else "memeff_attn was compiled without CUDA (host-only build). " + _BUILD_HINT
     )
-
-
-# ---- inputs ----
-
-
-def describe(name: str, x: Tensor | AttentionBias | None) -> str:
-    if isinstance(x, Tensor):
-        return f"{name}: shape {tuple(x.shape)}, strides {tuple(x.stride())}, {x.dtype}, {x.device}"
-    return f"{name}: {'None' if x is None else type(x).__name__}"
-
-
-@dataclass
-class Inputs:
-    """One call; field names as in xFormers."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_bias: Tensor | AttentionBias | None = None
-    p: float = 0.0
-    scale: float | None = None
-    output_dtype: torch.dtype | None = None
-    is_partial: bool = False
-
-    @property
-    def device(self) -> torch.device:
-        return self.query.device
-
-    @property
-    def scale_float(self) -> float:
-        return default_scale(self.query) if self.scale is None else float(self.scale)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of query, key and value."""
-        return sum(x.numel() * x.element_size() for x in (self.query, self.key, self.value))
-
-    def get_output_dtype(self) -> torch.dtype:
-        return self.query.dtype if self.output_dtype is None else self.output_dtype
-
-    def validate_inputs(self) -> None:
-        """ValueError where the inputs disagree with each other, whatever operator would take them."""
-        bias = self.attn_bias if isinstance(self.attn_bias, Tensor) else None
-        check_inputs(self.query, self.key, self.value, bias)
-        check_numbers(self.p, self.scale)
-
-    def __str__(self) -> str:
-        lines = [
-            describe(name, getattr(self, name)) for name in ("query", "key", "value", "attn_bias")
-        ]
-        lines.append(f"p: {self.p}, scale: {'K ** -0.5' if self.scale is None else self.scale}")
-        return "\n".join("    " + line for line in lines)
-
-
-def check_numbers(p: float, scale: float | None) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(
-            f"p is the probability of dropping a weight: expected 0 <= p <= 1, got {p}. Pass p=0.0."
-        )
-    if scale is not None and not abs(float(scale)) <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"scale multiplies Q K^T: expected a finite float32 number, got {scale}. Leave it out for K ** -0.5."
-        )
-
-
-def _fail(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, text: str
-) -> ValueError:
-    named = {"query": query, "key": key, "value": value, "attn_bias": attn_bias}
-    return ValueError(text + "\n" + "\n".join("    " + describe(*item) for item in named.items()))
-
-
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> None:
-    """ValueError where shapes, dtypes or devices disagree."""
-    fail = functools.partial(_fail, query, key, value, attn_bias)
-    rank = query.dim()
-    if not 3 <= rank <= 5 or key.dim() != rank or value.dim() != rank:
-        raise fail(
-            f"query, key and value must all be {LAYOUTS}. Add the head dimension with unsqueeze(2)."
-        )
-    for x, name in ((key, "key"), (value, "value"), (attn_bias, "attn_bias")):
-        if x is not None and x.device != query.device:
-            raise fail(
-                f"all tensors must be on one device: query is on {query.device}, {name} on {x.device}. Move it with .to()."
-            )
-    if not (query.is_floating_point() and key.is_floating_point() and value.is_floating_point()):
-        raise fail(
-            "query, key and value must be floating-point. Convert them with .to(torch.float16) or .float()."
-        )
-    if key.dtype != query.dtype or value.dtype != query.dtype:
-        raise fail(
-            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}. "
-            "Convert them with .to(), or call under torch.autocast, which does."
-        )
-    _check_shapes(query, key, value, fail)
-    if attn_bias is not None:
-        _check_bias(query, key, attn_bias, fail)
-
-
-def _check_shapes(
-    query: Tensor, key: Tensor, value: Tensor, fail: Callable[[str], ValueError]
-) -> None:
-    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
-        raise fail(
-            f"query, key and value must have one batch size, got {query.shape[0]}, {key.shape[0]} and {value.shape[0]}."
-        )
-    if value.shape[1] != key.shape[1]:
-        raise fail(
-            f"key and value must have one length N, got {key.shape[1]} and {value.shape[1]}."
-        )
-    if key.shape[-1] != query.shape[-1]:
-        raise fail(
-            f"query and key must have one head dimension K, got {query.shape[-1]} and {key.shape[-1]}."
-        )
-    if value.shape[2:-1] != key.shape[2:-1]:
-        raise fail(
-            f"key and value must have the same heads, got {tuple(key.shape[2:-1])} and {tuple(value.shape[2:-1])}."
-        )
-    if query.dim() == 5 and key.shape[2:4] != query.shape[2:4]:
-        raise fail(
-            f"with [B, M, G, H, K] inputs query and key must have the same G and H, got {tuple(query.shape[2:4])} and "
-            f"{tuple(key.shape[2:4])}. Share key heads by key.expand (stride 0 costs nothing) or by 4-D inputs."
-        )
-    if query.dim() == 4 and key.shape[2] != query.shape[2]:
-        heads, key_heads = query.shape[2], key.shape[2]
-        if key_heads == 0 or heads % key_heads != 0:
-            raise fail(
-                f"the heads of query must be a multiple of those of key, got {heads} and {key_heads}."
-            )
-
-
-def _check_bias(
-    query: Tensor, key: Tensor, bias: Tensor, fail: Callable[[str], ValueError]
-) -> None:
-    if bias.dtype not in (query.dtype, torch.float32, torch.bool):
-        raise fail(
-            f"attn_bias must be {query.dtype} like the query, torch.float32, or torch.bool (True = visible), "
-            f"got {bias.dtype}. Convert it with .to()."
-        )
-    expected = bias_shape(query, key)
-    actual = tuple(bias_of_rank(bias, query).shape)
-    if any(got not in (1, want) for got, want in zip(actual, expected)):
-        raise fail(
-            f"attn_bias must broadcast to {expected}, each dimension that or 1; got {tuple(bias.shape)}."
-        )
 
 
 # ---- operators ----
@@ -263,7 +117,8 @@ class AttentionOpBase:
             found.append(f"device is {device}, it takes {', '.join(sorted(cls.SUPPORTED_DEVICES))}")
         if d.query.dtype not in cls.SUPPORTED_DTYPES:
             found.append(
-                f"dtype is {d.query.dtype}, it takes {', '.join(sorted(map(str, cls.SUPPORTED_DTYPES)))}"
+                f"dtype is {d.query.dtype}, it takes "
+                f"{', '.join(sorted(map(str, cls.SUPPORTED_DTYPES)))}"
             )
         bias = d.attn_bias
         if type(bias) not in cls.SUPPORTED_ATTN_BIAS_TYPES and not isinstance(bias, Tensor):
@@ -274,7 +129,8 @@ class AttentionOpBase:
             found.append(f"p is {d.p}: dropout comes with [training] (issue 3)")
         if d.output_dtype not in (None, d.query.dtype) and not cls.SUPPORTS_OUTPUT_DTYPE:
             found.append(
-                f"output_dtype is {d.output_dtype}: another dtype than the query's comes with [masks] (issue 4)"
+                f"output_dtype is {d.output_dtype}: another dtype than the query's comes with "
+                "[masks] (issue 4)"
             )
         if d.is_partial and not cls.SUPPORTS_PARTIAL:
             found.append("partial attention comes with [masks] (issue 4)")
@@ -322,12 +178,13 @@ _FAMILIES: dict[str, type[AttentionFwOpBase]] = {"chained": ChainedFwOp}
 AttentionOp = tuple[type[AttentionFwOpBase] | None, Any]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def variant(name: str) -> type[AttentionFwOpBase]:
-    """The operator that runs the kernel of this name and no other: `op=variant("chained_sm70_f16_k64")`.
+    """The operator that runs the kernel of this name and no other:
+    `op=variant("chained_sm70_f16_k64")`.
 
-    `python -m memeff_attn.info` lists the names. The environment variable MEMEFF_FORCE_VARIANT does the same for a
-    whole program.
+    `python -m memeff_attn.info` lists the names. The environment variable MEMEFF_FORCE_VARIANT does
+    the same for a whole program.
     """
     rows = {} if native()[0] is None else {row["name"]: row for row in _C().variants()}
     if native()[0] is None:
@@ -341,7 +198,7 @@ def variant(name: str) -> type[AttentionFwOpBase]:
 
 
 def resolve_op(op: Any) -> type[AttentionFwOpBase] | None:
-    """The forward operator of what `op=` may be: a class, an instance, or a tuple (forward, backward)."""
+    """The forward operator in `op=`: a class, an instance, or a tuple (forward, backward)."""
     if isinstance(op, tuple):
         op = op[0] if op else None
     if op is None:
@@ -349,8 +206,10 @@ def resolve_op(op: Any) -> type[AttentionFwOpBase] | None:
     cls = op if isinstance(op, type) else type(op)
     if not issubclass(cls, AttentionFwOpBase):
         raise ValueError(
-            f"op must be a forward operator of memeff_attn.dispatch ({', '.join(o.__name__ for o in ALL_FW_OPS)}, "
-            f"variant(name)) or a tuple that begins with one, got {op!r}. Leave it out to have one chosen."
+            f"op must be a forward operator of memeff_attn.dispatch "
+            f"({', '.join(o.__name__ for o in ALL_FW_OPS)}, "
+            f"variant(name)) or a tuple that begins with one, got {op!r}. Leave it out to have one "
+            "chosen."
         )
     return cls
 
@@ -360,7 +219,8 @@ def ensure_op_takes(op: type[AttentionFwOpBase], d: Inputs) -> None:
     reasons = op.not_supported_reasons(d)
     if reasons:
         raise ValueError(
-            f"Operator {op.NAME} was asked for by op= and does not support inputs:\n{d}\n{_listing(op, reasons)}\n"
+            f"Operator {op.NAME} was asked for by op= and does not support "
+            f"inputs:\n{d}\n{_listing(op, reasons)}\n"
             "Leave op out to have one chosen."
         )
 
@@ -417,9 +277,9 @@ def gpu_named(device: Any) -> dict[str, int]:
 
 
 def _alignment(x: Tensor) -> int:
-    """Or of everything a kernel's alignment depends on, in elements; size-1 dimensions do not count."""
+    """Or of all that alignment depends on, in elements; size-1 dimensions do not count."""
     bits = x.shape[-1]
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1]):
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         bits |= 0 if size == 1 else stride
     try:
         return bits | x.data_ptr() // x.element_size()
@@ -473,10 +333,12 @@ def explain(
     op: Any = None,
     device: Any = None,
 ) -> str:
-    """Which operator and kernel `memory_efficient_attention` would run on these inputs, and why not the others.
+    """Which operator and kernel `memory_efficient_attention` would run on these inputs, and why not
+    the others.
 
     Shapes, Dtypes: as `memory_efficient_attention`.
-    Args: the same, and device: a GPU that need not be here ("sm_70", (9, 0)), or "cpu"; default: the tensors' device.
+    Args: the same, and device: a GPU that need not be here ("sm_70", (9, 0)), or "cpu"; default:
+        the tensors' device.
     Memory: none; nothing is launched.
     Raises: ValueError where the inputs disagree with each other.
     Source: csrc/dispatch.cpp and cpu.py.
@@ -514,4 +376,5 @@ def _explain_cpu(d: Inputs, chosen: type[AttentionFwOpBase] | None) -> str:
     bias = None if bias is None else bias_of_rank(bias, d.query)
     path, why = cpu.route(d.query, d.key, d.value, bias, causal)
     name = "PyTorch's flash kernel for the CPU" if path == "flash" else "blockwise PyTorch"
-    return f"chosen: {CpuFwOp.NAME}, {name} ({why})\nthe others:\n  - takes tensors on a GPU: {ChainedFwOp.NAME}"
+    others = f"the others:\n  - takes tensors on a GPU: {ChainedFwOp.NAME}"
+    return f"chosen: {CpuFwOp.NAME}, {name} ({why})\n{others}"

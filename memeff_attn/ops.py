@@ -1,8 +1,9 @@
-"""The operator memeff_attn::forward as torch sees it: schema, CUDA and CPU implementations, fake, autograd.
+"""The operator memeff_attn::forward as torch sees it: schema, CUDA and CPU implementations, fake,
+autograd.
 
-The CUDA path is short on purpose: allocate, launch. The compiled code checks every number; only when it refuses does
-`_second_try` look closer, mend what needs no kernel (empty inputs) or a copy (a last stride other than 1), and
-otherwise build the long message.
+The CUDA path is short on purpose: allocate, launch. The compiled code checks every number; only
+when it refuses does `_second_try` look closer, mend what needs no kernel (empty inputs) or a copy
+(a last stride other than 1), and otherwise build the long message.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
 )
-from .reference import lse_shape
+from .inputs import Inputs, check_inputs, lse_shape
 
-# attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant: "" or a kernel's
-# name. Returns out and the log-sum-exp ([0] where need_lse is false).
+# attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant:
+# "" or a kernel's name. Returns out and the log-sum-exp ([0] where need_lse is false).
 _SCHEMA = (
-    "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, bool tf32, "
+    "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, "
+    "bool tf32, "
     "bool need_lse, str variant) -> (Tensor, Tensor)"
 )
-# Stands where [training] puts the backward operator: it is traced like one and says at run time what is missing.
+# Stands where [training] puts the backward operator: it is traced like one and says at run time
+# what is missing.
 _BACKWARD_SCHEMA = "backward_missing(Tensor grad, Tensor[] inputs) -> Tensor[]"
 NO_BACKWARD = (
-    "The backward pass of memory_efficient_attention comes with [training] (issue 3); today only the forward pass is "
-    "here. Call it under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention to train."
+    "The backward pass of memory_efficient_attention comes with [training] (issue 3); today only "
+    "the forward pass is "
+    "here. Call it under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention "
+    "to train."
 )
 
-_library = torch.library.Library("memeff_attn", "DEF")
+_library: Any = torch.library.Library("memeff_attn", "DEF")  # type: ignore[no-untyped-call]
 _library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 _library.define(_BACKWARD_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 
@@ -68,7 +73,7 @@ _launch: Callable[..., Failure | None] = _launch_first
 
 
 def launcher() -> Callable[..., Failure | None]:
-    """The compiled forward: by tensors, by their numbers where torch has no DLPack exchange, or a refusal."""
+    """The compiled forward, by tensors or by their numbers (no DLPack exchange); or a refusal."""
     module, reason = dispatch.native()
     if module is None:
         return lambda *args: (UNSUPPORTED, reason)
@@ -162,15 +167,17 @@ def _second_try(
 ) -> None:
     """Writes the result where no kernel or one copy is all it takes; raises otherwise."""
     if failure[0] != CUDA_ERROR:
-        dispatch.check_inputs(query, key, value, attn_bias)
-        if query.numel() == 0 and query.shape[-1] != 0 or key.shape[1] == 0:  # B, M, H or N is 0
+        check_inputs(query, key, value, attn_bias)
+        if 0 in query.shape[:-1] or key.shape[1] == 0:  # B, M, H or N is 0
             out.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
             return
         mended = [_launchable(x) for x in (query, key, value)]
         target = out if value.shape[-1] else value.new_empty((*out.shape[:-1], 1))
-        if target is not out or any(a is not b for a, b in zip(mended, (query, key, value))):
+        if target is not out or any(
+            a is not b for a, b in zip(mended, (query, key, value), strict=True)
+        ):
             again = _launch(*mended, attn_bias, target, lse, scale, causal, tf32, variant, stream)
             if again is None:
                 return
@@ -179,7 +186,7 @@ def _second_try(
 
 
 def _launchable(x: Tensor) -> Tensor:
-    """With last stride 1, and K or Kv at least 1: a zero-width operand adds nothing, which a zero column does too."""
+    """With last stride 1 and K, Kv at least 1: a zero column adds as little as no column."""
     if x.shape[-1] == 0:
         return x.new_zeros(()).expand(*x.shape[:-1], 1)
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
@@ -201,11 +208,12 @@ def _error(
         mask = LowerTriangularMask()
     elif causal == CAUSAL_BOTTOM_RIGHT:
         mask = LowerTriangularFromBottomRightMask()
-    inputs = dispatch.Inputs(query, key, value, mask, 0.0, scale)
+    inputs = Inputs(query, key, value, mask, 0.0, scale)
     if code == CUDA_ERROR:
         return RuntimeError(
             f"The kernel of memory_efficient_attention failed: {message}\n{inputs}\n"
-            "An earlier, asynchronous error may be reported here: CUDA_LAUNCH_BLOCKING=1 shows where it comes from."
+            "An earlier, asynchronous error may be reported here: CUDA_LAUNCH_BLOCKING=1 shows "
+            "where it comes from."
         )
     if code == UNSUPPORTED:
         return NotImplementedError(dispatch.no_operator_text(inputs, message))
@@ -224,7 +232,7 @@ def _forward_cpu(
     need_lse: bool,
     variant: str,
 ) -> tuple[Tensor, Tensor]:
-    dispatch.check_inputs(query, key, value, attn_bias)
+    check_inputs(query, key, value, attn_bias)
     if query.dtype not in dispatch.DTYPES:
         raise _error((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant)
     out, lse = cpu.forward(query, key, value, attn_bias, scale, causal)
@@ -242,7 +250,7 @@ def _forward_fake(
     need_lse: bool,
     variant: str,
 ) -> tuple[Tensor, Tensor]:
-    dispatch.check_inputs(query, key, value, attn_bias)
+    check_inputs(query, key, value, attn_bias)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(lse_shape(query) if need_lse else (0,), dtype=torch.float32)
 

@@ -1,7 +1,9 @@
-"""Attention as its definition, to compare with: `attention` in fp64 (the oracle), `eager` in the inputs' own dtype.
+"""Attention as its definition, to compare with: `attention` in fp64 (the oracle), `eager` in the
+inputs' own dtype.
 
-Both take what `memory_efficient_attention` takes (3-D, 4-D and 5-D inputs, fewer key heads, every mask and bias) and
-work block by block over the queries, so that the oracle is usable at M = 4096 and beyond.
+Both take what `memory_efficient_attention` takes (3-D, 4-D and 5-D inputs, fewer key heads, every
+mask and bias) and work block by block over the queries, so that the oracle is usable at M = 4096
+and beyond.
 """
 
 from __future__ import annotations
@@ -16,15 +18,14 @@ from torch import Tensor
 from .attn_bias import (
     CAUSAL_BOTTOM_RIGHT,
     CAUSAL_NONE,
-    CAUSAL_TOP_LEFT,
     AttentionBias,
-    LowerTriangularFromBottomRightMask,
-    LowerTriangularMask,
     bias_of_rank,
-    planned_text,
+    split_bias,
 )
+from .inputs import default_scale, lse_shape
 
-# Scores held at once; 4M fp32 elements (16 MB) keep a CPU's caches and BLAS busy, and a GPU's memory free.
+# Scores held at once; 4M fp32 elements (16 MB) keep a CPU's caches and BLAS busy, and a GPU's
+# memory free.
 SCORES_PER_BLOCK = 1 << 22
 
 
@@ -35,13 +36,16 @@ def attention(
     attn_bias: Tensor | AttentionBias | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V and its log-sum-exp, in fp64: the oracle of the whole project.
+    """softmax(scale * Q K^T + bias) V and its log-sum-exp, in fp64: the oracle of the whole
+    project.
 
-    Shapes: as `memory_efficient_attention`; log-sum-exp [B, H, M] ([B, 1, M] for 3-D, [B, G, H, M] for 5-D inputs).
+    Shapes: as `memory_efficient_attention`; log-sum-exp [B, H, M] ([B, 1, M] for 3-D, [B, G, H, M]
+        for 5-D inputs).
     Dtypes: any floating dtype, both results are float64.
     Args: as `memory_efficient_attention`; the default scale is K ** -0.5.
     Memory: O(M + N) and one block of scores.
-    Numerics: a query that sees no key gives 0 and -inf; a finite bias is a number, however negative.
+    Numerics: a query that sees no key gives 0 and -inf; a finite bias is a number, however
+        negative.
     Raises: ValueError where shapes disagree.
     Source: the contract in docs/design.md.
     """
@@ -55,7 +59,8 @@ def eager(
     attn_bias: Tensor | AttentionBias | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale * Q K^T + bias) V in plain PyTorch, every step in the inputs' dtype: what a user would write.
+    """softmax(scale * Q K^T + bias) V in plain PyTorch, every step in the inputs' dtype: what a
+    user would write.
 
     Shapes, Args: as `memory_efficient_attention`.
     Dtypes: that of the query, results too.
@@ -82,7 +87,7 @@ def eager(
 
 
 class Views(NamedTuple):
-    """Inputs of any layout as [B, groups, heads per group, M or N, K or Kv]; the bias broadcasts to the scores."""
+    """Inputs of any layout as [B, groups, heads per group, M or N, K or Kv]."""
 
     query: Tensor  # [B, G, R, M, K]
     key: Tensor  # [B, G, 1 or R, N, K]
@@ -100,11 +105,12 @@ class Views(NamedTuple):
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
-    """A view of [B, L, D], [B, L, H, D] or [B, L, G, H, D] as [B, groups, heads per group, L, D]."""
+    """A view of any layout as [B, groups, heads per group, L, D]."""
     if x.dim() == 3:
         return x[:, None, None]
     if x.dim() == 4:
-        x = x.unflatten(2, (groups, x.shape[2] // groups)) if x.shape[2] else x.unsqueeze(2)
+        batch, length, heads, depth = x.shape
+        x = x.view(batch, length, groups, heads // groups, depth)
     return x.permute(0, 2, 3, 1, 4)
 
 
@@ -126,36 +132,13 @@ def _bias_view(bias: Tensor, query: Tensor, groups: int) -> Tensor:
     if bias.dim() == 4 and bias.shape[1] == 1:
         return bias.unsqueeze(1)
     if bias.dim() == 4:
-        return bias.unflatten(1, (groups, bias.shape[1] // groups))
+        return bias.view(bias.shape[0], groups, -1, *bias.shape[2:])
     return bias
-
-
-def split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[Tensor | None, int]:
-    """(additive or bool tensor, causal) of what a user may pass."""
-    if attn_bias is None or isinstance(attn_bias, Tensor):
-        return attn_bias, CAUSAL_NONE
-    if type(attn_bias) is LowerTriangularMask:
-        return None, CAUSAL_TOP_LEFT
-    if type(attn_bias) is LowerTriangularFromBottomRightMask:
-        return None, CAUSAL_BOTTOM_RIGHT
-    raise NotImplementedError(planned_text(type(attn_bias).__name__))
-
-
-def default_scale(query: Tensor) -> float:
-    head_dim = query.shape[-1]
-    return float(head_dim) ** -0.5 if head_dim else 1.0
 
 
 def new_output(query: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Contiguous, in the query's layout, zero."""
     return query.new_zeros((*query.shape[:-1], width), dtype=dtype)
-
-
-def lse_shape(query: Tensor) -> tuple[int, ...]:
-    """[B, 1, M], [B, H, M] or [B, G, H, M]."""
-    if query.dim() == 3:
-        return (query.shape[0], 1, query.shape[1])
-    return (query.shape[0], *query.shape[2:-1], query.shape[1])
 
 
 def _visible(view: Views, causal: int, first: int, last: int) -> Tensor:
@@ -167,7 +150,7 @@ def _visible(view: Views, causal: int, first: int, last: int) -> Tensor:
 
 
 def _blocks(view: Views) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices of (batch, group, rows) whose scores fit SCORES_PER_BLOCK, or one row of one group where none do."""
+    """Slices of (batch, group, rows) whose scores fit SCORES_PER_BLOCK (one row where none do)."""
     batch, groups, heads, rows, _ = view.query.shape
 
     def steps(total: int, cost: int) -> Iterator[slice]:
@@ -204,7 +187,8 @@ def blockwise(
     out_dtype: torch.dtype | None = None,
     causal: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse): everything in `compute`, out rounded once to `out_dtype`; memory O(M + N) and one block of scores.
+    """(out, lse): everything in `compute`, out rounded once to `out_dtype`; memory O(M + N) and one
+    block of scores.
 
     causal: overrides what a mask object says, for callers that hold the number already.
     """

@@ -1,0 +1,180 @@
+"""The inputs of a call, and the errors of inputs that disagree with each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attn_bias import AttentionBias, bias_of_rank, bias_shape
+
+LAYOUTS = "[B, M, K], [B, M, H, K] or [B, M, G, H, K]"
+
+
+def default_scale(query: Tensor) -> float:
+    head_dim = query.shape[-1]
+    return float(head_dim) ** -0.5 if head_dim else 1.0
+
+
+def lse_shape(query: Tensor) -> tuple[int, ...]:
+    """[B, 1, M], [B, H, M] or [B, G, H, M]."""
+    if query.dim() == 3:
+        return (query.shape[0], 1, query.shape[1])
+    return (query.shape[0], *query.shape[2:-1], query.shape[1])
+
+
+def describe(name: str, x: Tensor | AttentionBias | None) -> str:
+    if isinstance(x, Tensor):
+        return f"{name}: shape {tuple(x.shape)}, strides {tuple(x.stride())}, {x.dtype}, {x.device}"
+    return f"{name}: {'None' if x is None else type(x).__name__}"
+
+
+@dataclass
+class Inputs:
+    """One call; field names as in xFormers."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | AttentionBias | None = None
+    p: float = 0.0
+    scale: float | None = None
+    output_dtype: torch.dtype | None = None
+    is_partial: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def scale_float(self) -> float:
+        return default_scale(self.query) if self.scale is None else float(self.scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of query, key and value."""
+        return sum(x.numel() * x.element_size() for x in (self.query, self.key, self.value))
+
+    def get_output_dtype(self) -> torch.dtype:
+        return self.query.dtype if self.output_dtype is None else self.output_dtype
+
+    def validate_inputs(self) -> None:
+        """ValueError where the inputs disagree, whatever operator would take them."""
+        bias = self.attn_bias if isinstance(self.attn_bias, Tensor) else None
+        check_inputs(self.query, self.key, self.value, bias)
+        check_numbers(self.p, self.scale)
+
+    def __str__(self) -> str:
+        lines = [
+            describe(name, getattr(self, name)) for name in ("query", "key", "value", "attn_bias")
+        ]
+        lines.append(f"p: {self.p}, scale: {'K ** -0.5' if self.scale is None else self.scale}")
+        return "\n".join("    " + line for line in lines)
+
+
+def check_numbers(p: float, scale: float | None) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(
+            f"p is the probability of dropping a weight: expected 0 <= p <= 1, got {p}. Pass p=0.0."
+        )
+    if scale is not None and not abs(float(scale)) <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"scale multiplies Q K^T: expected a finite float32 number, got {scale}. Leave it out "
+            "for K ** -0.5."
+        )
+
+
+def _fail(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, text: str
+) -> ValueError:
+    named = {"query": query, "key": key, "value": value, "attn_bias": attn_bias}
+    return ValueError(text + "\n" + "\n".join("    " + describe(*item) for item in named.items()))
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> None:
+    """ValueError where shapes, dtypes or devices disagree."""
+    fail = functools.partial(_fail, query, key, value, attn_bias)
+    rank = query.dim()
+    if not 3 <= rank <= 5 or key.dim() != rank or value.dim() != rank:
+        raise fail(
+            f"query, key and value must all be {LAYOUTS}. Add the head dimension with unsqueeze(2)."
+        )
+    for x, name in ((key, "key"), (value, "value"), (attn_bias, "attn_bias")):
+        if x is not None and x.device != query.device:
+            raise fail(
+                f"all tensors must be on one device: query is on {query.device}, {name} on "
+                f"{x.device}. Move it with .to()."
+            )
+    if not (query.is_floating_point() and key.is_floating_point() and value.is_floating_point()):
+        raise fail(
+            "query, key and value must be floating-point. Convert them with .to(torch.float16) or "
+            ".float()."
+        )
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        raise fail(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and "
+            f"{value.dtype}. "
+            "Convert them with .to(), or call under torch.autocast, which does."
+        )
+    _check_shapes(query, key, value, fail)
+    if attn_bias is not None:
+        _check_bias(query, key, attn_bias, fail)
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, fail: Callable[[str], ValueError]
+) -> None:
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        raise fail(
+            f"query, key and value must have one batch size, got {query.shape[0]}, {key.shape[0]} "
+            f"and {value.shape[0]}."
+        )
+    if value.shape[1] != key.shape[1]:
+        raise fail(
+            f"key and value must have one length N, got {key.shape[1]} and {value.shape[1]}."
+        )
+    if key.shape[-1] != query.shape[-1]:
+        raise fail(
+            f"query and key must have one head dimension K, got {query.shape[-1]} and "
+            f"{key.shape[-1]}."
+        )
+    if value.shape[2:-1] != key.shape[2:-1]:
+        raise fail(
+            f"key and value must have the same heads, got {tuple(key.shape[2:-1])} and "
+            f"{tuple(value.shape[2:-1])}."
+        )
+    if query.dim() == 5 and key.shape[2:4] != query.shape[2:4]:
+        raise fail(
+            f"with [B, M, G, H, K] inputs query and key must have the same G and H, got "
+            f"{tuple(query.shape[2:4])} and "
+            f"{tuple(key.shape[2:4])}. Share key heads by key.expand (stride 0 costs nothing) or "
+            "by 4-D inputs."
+        )
+    if query.dim() == 4 and key.shape[2] != query.shape[2]:
+        heads, key_heads = query.shape[2], key.shape[2]
+        if key_heads == 0 or heads % key_heads != 0:
+            raise fail(
+                f"the heads of query must be a multiple of those of key, got {heads} and "
+                f"{key_heads}."
+            )
+
+
+def _check_bias(
+    query: Tensor, key: Tensor, bias: Tensor, fail: Callable[[str], ValueError]
+) -> None:
+    if bias.dtype not in (query.dtype, torch.float32, torch.bool):
+        raise fail(
+            f"attn_bias must be {query.dtype} like the query, torch.float32, or torch.bool (True = "
+            "visible), "
+            f"got {bias.dtype}. Convert it with .to()."
+        )
+    expected = bias_shape(query, key)
+    actual = tuple(bias_of_rank(bias, query).shape)
+    if any(got not in (1, want) for got, want in zip(actual, expected, strict=True)):
+        raise fail(
+            f"attn_bias must broadcast to {expected}, each dimension that or 1; got "
+            f"{tuple(bias.shape)}."
+        )
