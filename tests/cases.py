@@ -1,8 +1,8 @@
 """The matrix of shapes that the forward pass is tested on, and how a case becomes tensors.
 
-One list for every device; `groups(device)` gives a thinner slice of it on a CPU. A Case's text is the one-line grammar of
-the failure reports: "B2 M65 N33 H4/2 K40/72 f16 bmhk dense causal bias=1hmn:f32:padded scale=0.5".
-"""
+One list for every device; `groups(device)` gives a thinner slice of it on a CPU. A Case's text is
+the one-line grammar of the failure reports: "B2 M65 N33 H4/2 K40/72 f16 bmhk dense causal
+bias=1hmn:f32:padded scale=0.5"."""
 
 from __future__ import annotations
 
@@ -23,10 +23,35 @@ FORCE = "MEMEFF_FORCE_VARIANT"
 
 TILES = (32, 64, 128)
 EDGES = tuple(sorted({n for t in TILES for n in (1, t - 1, t, t + 1, 2 * t + 1)}))
-HEAD_DIMS = (1, 2, 3, 5, 31, 33, 36, 40, 64, 72, 80, 88, 96, 100, 128, 160, 192, 256, 264, 320, 384, 512, 520, 1024)
+HEAD_DIMS = (
+    1,
+    2,
+    3,
+    5,
+    31,
+    33,
+    36,
+    40,
+    64,
+    72,
+    80,
+    88,
+    96,
+    100,
+    128,
+    160,
+    192,
+    256,
+    264,
+    320,
+    384,
+    512,
+    520,
+    1024,
+)
 UNEQUAL_HEAD_DIMS = (
-    (1, 64), (64, 1), (8, 128), (128, 8), (40, 72), (33, 65), (100, 36), (64, 320), (320, 64), (512, 128),
-    (96, 512), (16, 1024), (64, 520), (256, 264), (80, 81), (128, 513),
+    (1, 64), (64, 1), (8, 128), (128, 8), (40, 72), (33, 65), (100, 36), (64, 320), (320, 64),
+    (512, 128), (96, 512), (16, 1024), (64, 520), (256, 264), (80, 81), (128, 513),
 )  # fmt: skip
 
 
@@ -43,7 +68,7 @@ class Case:
     rank: str = "bmhk"  # bmk (H = 1), bmhk, bmghk (G = 2)
     strides: str = "dense"  # a key of STRIDES
     mask: str = "none"
-    bias: str = ""  # "bhmn" with 1 for a broadcast dim, then :f32 or :bool, then :padded, :transposed, :offset
+    bias: str = ""  # as make_bias reads it: "bhmn" with 1 for a broadcast dim, ":f32", ":padded"
     scale: float | None = None
     gain: float = 1.0  # query and key are normal numbers times this
 
@@ -62,7 +87,8 @@ class Case:
     def __str__(self) -> str:
         heads = f"H{self.H}" + (f"/{self.Hkv}" if self.Hkv else "")
         dims = f"K{self.K}" + (f"/{self.Kv}" if self.Kv else "")
-        text = f"B{self.B} M{self.M} N{self.N} {heads} {dims} {self.dtype} {self.rank} {self.strides} {self.mask}"
+        text = f"B{self.B} M{self.M} N{self.N} {heads} {dims} {self.dtype}"
+        text += f" {self.rank} {self.strides} {self.mask}"
         text += f" bias={self.bias}" if self.bias else ""
         text += f" scale={self.scale}" if self.scale is not None else ""
         return text + (f" gain={self.gain}" if self.gain != 1 else "")
@@ -81,8 +107,8 @@ class Inputs:
         return self.query, self.key, self.value, self.bias, self.causal, self.scale
 
 
-# --- strides -----------------------------------------------------------------------------------------------------------
-# Each takes (shape, fill) and gives a tensor of that shape with other strides; fill(*shape) gives random numbers.
+# --- strides --------------------------------------------------------------------------------------
+# Each gives a tensor of `shape` with strides of its own; fill(*shape) gives random numbers.
 Fill = Callable[..., Tensor]
 
 
@@ -101,7 +127,9 @@ def _heads_first(shape: tuple[int, ...], fill: Fill) -> Tensor:
 
 def _sliced(extra: int) -> Callable[[tuple[int, ...], Fill], Tensor]:
     def make(shape: tuple[int, ...], fill: Fill) -> Tensor:
-        return fill(shape[0], shape[1] + 1, *shape[2:-1], shape[-1] + extra)[:, :-1, ..., : shape[-1]]
+        return fill(shape[0], shape[1] + 1, *shape[2:-1], shape[-1] + extra)[
+            :, :-1, ..., : shape[-1]
+        ]
 
     return make
 
@@ -144,9 +172,12 @@ PER_TENSOR = ("heads_first", "padded1", "dense")  # strides "mixed": query, key,
 
 
 def make_bias(spec: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill) -> Tensor:
-    """shape: the full one, of the query's rank. A 1 in the spec is a broadcast dim; "bhmn" stands for every rank."""
+    """shape: the full one, of the query's rank. A 1 in the spec is a broadcast dim; "bhmn" stands
+    for every rank."""
     dims, *rest = spec.split(":")
-    letters = {"bmn": "bmn", "bhmn": "bhmn", "bghmn": "bghmn"}[{3: "bmn", 4: "bhmn", 5: "bghmn"}[len(shape)]]
+    letters = {"bmn": "bmn", "bhmn": "bhmn", "bghmn": "bghmn"}[
+        {3: "bmn", 4: "bhmn", 5: "bghmn"}[len(shape)]
+    ]
     broadcast = {letter for letter, got in zip("bhmn", dims, strict=True) if got == "1"}
     broadcast |= {"g"} & ({"g"} if "h" in broadcast else set())
     size = [1 if letter in broadcast else n for letter, n in zip(letters, shape, strict=True)]
@@ -163,7 +194,9 @@ def make_bias(spec: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill)
     if "bool" in rest:
         return (bias > -0.7) if "expanded" not in rest else (fill(*size) > -0.7).expand(shape)
     if "f32" in rest and bias.dtype != torch.float32:
-        wide = torch.empty_strided(bias.shape, bias.stride(), dtype=torch.float32, device=bias.device)
+        wide = torch.empty_strided(
+            bias.shape, bias.stride(), dtype=torch.float32, device=bias.device
+        )
         return wide.copy_(bias) if "expanded" not in rest else bias.float()
     return bias
 
@@ -197,7 +230,7 @@ def make(case: Case, device: torch.device | str) -> Inputs:
     return Inputs(query, key, value, bias, case.causal, case.scale)
 
 
-# --- calls -------------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -255,7 +288,9 @@ def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return call(query, key, value, masks[causal](), 0.0, scale)
 
 
-def run(cases: list[Case], device: torch.device | str, checker: Checker | None = None, variant: str = "") -> None:
+def run(
+    cases: list[Case], device: torch.device | str, checker: Checker | None = None, variant: str = ""
+) -> None:
     """Every case against the oracle; one failure message for all of them."""
     checker = checker or Checker()
     with forced(variant):
@@ -267,7 +302,7 @@ def run(cases: list[Case], device: torch.device | str, checker: Checker | None =
     checker.finish()
 
 
-# --- the matrix --------------------------------------------------------------------------------------------------------
+# --- the matrix -----------------------------------------------------------------------------------
 
 
 def _head_dims(dtype: str, thin: bool) -> list[Case]:
@@ -292,11 +327,24 @@ def _edges(dtype: str, thin: bool) -> list[Case]:
 
 def _masks(dtype: str, thin: bool) -> list[Case]:
     """Diagonals far from square: rows that see nothing, keys that nobody sees."""
-    sizes = ((2, 5), (5, 2), (1, 300), (300, 1), (100, 64), (128, 64), (300, 70), (70, 300), (513, 512), (512, 513))
+    sizes = (
+        (2, 5),
+        (5, 2),
+        (1, 300),
+        (300, 1),
+        (100, 64),
+        (128, 64),
+        (300, 70),
+        (70, 300),
+        (513, 512),
+        (512, 513),
+    )
     sizes += ((2048, 1024), (1024, 2048)) if not thin else ()
     return [
         Case(dtype, M=m, N=n, K=k, mask=mask, bias=bias)
-        for (m, n), k, mask, bias in itertools.product(sizes, (64, 33), ("top_left", "bottom_right"), ("", "11mn"))
+        for (m, n), k, mask, bias in itertools.product(
+            sizes, (64, 33), ("top_left", "bottom_right"), ("", "11mn")
+        )
     ]
 
 
@@ -317,7 +365,9 @@ def _biases(dtype: str, thin: bool) -> list[Case]:
     ]
     ranks = [
         Case(dtype, M=65, N=77, H=1 if rank == "bmk" else 2, K=64, rank=rank, bias=shape + kind)
-        for rank, shape, kind in itertools.product(("bmk", "bmghk"), ("bhmn", "11mn", "b11n", "bh1n", "1hm1"), kinds)
+        for rank, shape, kind in itertools.product(
+            ("bmk", "bmghk"), ("bhmn", "11mn", "b11n", "bh1n", "1hm1"), kinds
+        )
     ]
     return cases + ranks
 
@@ -325,7 +375,17 @@ def _biases(dtype: str, thin: bool) -> list[Case]:
 def _layouts(dtype: str, thin: bool) -> list[Case]:
     """Ranks, grouped heads and strides, at a vectorisable and at an odd head dim."""
     cases = [
-        Case(dtype, B=3, M=m, N=n, H=1 if rank == "bmk" else 4, K=k, rank=rank, strides=strides, mask=mask)
+        Case(
+            dtype,
+            B=3,
+            M=m,
+            N=n,
+            H=1 if rank == "bmk" else 4,
+            K=k,
+            rank=rank,
+            strides=strides,
+            mask=mask,
+        )
         for rank, strides, k, (m, n), mask in itertools.product(
             ("bmk", "bmhk", "bmghk"),
             (*STRIDES, "mixed"),
@@ -349,13 +409,18 @@ def _layouts(dtype: str, thin: bool) -> list[Case]:
 
 
 def _scales(dtype: str, thin: bool) -> list[Case]:
-    """Scale 0, negative, tiny, large; and logits large enough for one key to take all the weight."""
+    """Scale 0, negative, tiny, large; and logits large enough for one key to take all the
+    weight."""
     scales = (0.0, -0.5, 1e-3, 1.0, 4.0, None)
     cases = [
         Case(dtype, K=k, scale=s, mask=mask, bias=bias)
-        for k, s, mask, bias in itertools.product((64, 33), scales, ("none", "top_left"), ("", "bhmn", "bhmn:f32"))
+        for k, s, mask, bias in itertools.product(
+            (64, 33), scales, ("none", "top_left"), ("", "bhmn", "bhmn:f32")
+        )
     ]
-    return cases + [Case(dtype, K=64, gain=g, mask=m) for g, m in itertools.product((0.0, 1e-3, 8.0), MASKS)]
+    return cases + [
+        Case(dtype, K=64, gain=g, mask=m) for g, m in itertools.product((0.0, 1e-3, 8.0), MASKS)
+    ]
 
 
 def _sizes(dtype: str, thin: bool) -> list[Case]:

@@ -31,12 +31,18 @@ def no_gpu_reason() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="1/1", metavar="i/n", help="run the i-th of n parts of the suite")
+    parser.addoption(
+        "--shard", default="1/1", metavar="i/n", help="run the i-th of n parts of the suite"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU and a CUDA build; skips with the reason otherwise")
-    config.addinivalue_line("markers", "whole: looks at what the other tests of its file did; skips in a shard")
+    config.addinivalue_line(
+        "markers", "gpu: needs a GPU and a CUDA build; skips with the reason otherwise"
+    )
+    config.addinivalue_line(
+        "markers", "whole: looks at what the other tests of its file did; skips in a shard"
+    )
 
 
 def shard_of(config: pytest.Config) -> tuple[int, int]:
@@ -55,7 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if needs_gpu and no_gpu_reason():
             item.add_marker(pytest.mark.skip(reason=no_gpu_reason()))
         if n > 1 and item.get_closest_marker("whole"):
-            item.add_marker(pytest.mark.skip(reason=f"shard {i}/{n}: gpu_record.py --merge checks this"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"shard {i}/{n}: gpu_record.py --merge checks this")
+            )
     if n > 1:
         out = [item for index, item in enumerate(items) if index % n != i - 1]
         config.hook.pytest_deselected(items=out)
@@ -63,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument `device` runs on the CPU and on the GPU; its id starts with the device."""
+    """A test with an argument `device` runs on the CPU and on the GPU; its id starts with the
+    device."""
     if "device" in metafunc.fixturenames and "device" not in _parametrized(metafunc):
         metafunc.parametrize("device", ["cpu", "cuda"])
 

@@ -1,14 +1,14 @@
 """The record that says: this source passed its whole suite on this GPU.
 
-    python tests/gpu_record.py                     run everything, write tests/gpu_record.json
-    python tests/gpu_record.py --shard 1/3 --out A.json      one part (each within its own time limit)
+    python tests/gpu_record.py                   run everything, write tests/gpu_record.json
+    python tests/gpu_record.py --shard 1/3 --out A.json    one part (each within its own time limit)
     python tests/gpu_record.py --merge A.json B.json C.json  the parts as one record
-    python tests/gpu_record.py --check             exit 1 where the record is stale, partial or shows a failure
+    python tests/gpu_record.py --check           exit 1 where the record is stale, partial or failed
 
-Anything after `--` goes to pytest. No git is needed: the record names the hash of csrc and setup.py (as `csrc/kernels.py
---hash` prints it) and of the Python that decides what runs. A build whose compiled-in hash differs from the source is
-refused, so that no old binary sits under a fresh record.
-"""
+Anything after `--` goes to pytest. No git is needed: the record names the hash of csrc and setup.py
+(as `csrc/kernels.py --hash` prints it) and of the Python that decides what runs. A build whose
+compiled-in hash differs from the source is refused, so that no old binary sits under a fresh
+record."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def canonical(node: Any) -> Iterator[str]:
-    """An AST as text that does not depend on the Python that parsed it: no docstrings, no empty or newer fields."""
+    """An AST as text that does not depend on the Python that parsed it: no docstrings, no empty or
+    newer fields."""
     if isinstance(node, list):
         for item in node:
             yield from canonical(item)
@@ -65,14 +66,15 @@ def without_docstrings(tree: ast.AST) -> ast.AST:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                if isinstance(first.value.value, str):
-                    node.body = node.body[1:]
+            text = first.value if isinstance(first, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                node.body = node.body[1:]
     return tree
 
 
 def python_hash(root: Path = ROOT) -> str:
-    """sha256 over the docstring-free AST of the files that decide what runs: comments and layout do not count."""
+    """sha256 over the docstring-free AST of the files that decide what runs: comments and layout do
+    not count."""
     digest = hashlib.sha256()
     for name in PYTHON_FILES:
         path = root / "memeff_attn" / name
@@ -139,8 +141,8 @@ def run(shard: str, out: Path, arguments: list[str]) -> int:
         return refuse("memeff_attn._C is a host-only build; build with nvcc and MEMEFF_CUDA_ARCHS")
     if _C.source_hash != source_hash():
         return refuse(
-            f"the binary was built from other source (it says {_C.source_hash[:12]}, csrc and setup.py are"
-            f" {source_hash()[:12]}); rebuild"
+            f"the binary was built from other source (it says {_C.source_hash[:12]}, "
+            f"csrc and setup.py are {source_hash()[:12]}); rebuild"
         )
     recorder = Recorder()
     started = time.monotonic()

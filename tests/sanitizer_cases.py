@@ -3,9 +3,8 @@
     compute-sanitizer --tool memcheck  python tests/sanitizer_cases.py [--match REGEX]
     compute-sanitizer --tool racecheck python tests/sanitizer_cases.py [--match REGEX]
 
-No pytest; torch only makes the tensors. PYTORCH_NO_CUDA_MEMORY_CACHING=1 (set here) gives each tensor an allocation of
-its own, so that an access beyond its end is seen.
-"""
+No pytest; torch only makes the tensors. PYTORCH_NO_CUDA_MEMORY_CACHING=1 (set here) gives each
+tensor an allocation of its own, so that an access beyond its end is seen."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ def shape_of(row: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def run(row: dict[str, Any], binding: Any) -> str:
-    """Launches one variant, causal, with LSE; a bias of each dtype where it takes one. Returns what went wrong."""
+    """Launches one variant, causal, with LSE; a bias of each dtype where it takes one. Returns what
+    went wrong."""
     m, n, k, kv = shape_of(row)
     dtype = DTYPES[row["dtype"]]
 
@@ -77,7 +77,7 @@ def main() -> int:
     for row in rows:
         if row["smem_bytes"] > limit:
             print(
-                f"{row['name']}: skipped, needs {row['smem_bytes']} bytes of shared memory, {limit} are there"
+                f"{row['name']}: skipped, needs {row['smem_bytes']} bytes of shared memory of {limit}"
             )
             continue
         failed = run(row, _C)

@@ -1,4 +1,5 @@
-"""Public faults of hardware limits and of "no kernel found" (tests/faults.py): B45-B47, asked of the dispatch table.
+"""Public faults of hardware limits and of "no kernel found" (tests/faults.py): B45-B47, asked of
+the dispatch table.
 
 These run without a GPU: explain and select answer for a GPU that one does not have.
 """
@@ -38,8 +39,8 @@ SIZES += [(512, 512), (520, 520), (1024, 1024), (16, 1024), (1024, 16), (4096, 6
 def request(sm: int, dtype: str, k: int, kv: int, **fields: Any) -> dict[str, Any]:
     alignment = next(a for a in (16, 8, 4, 2, 1) if k % a == 0 and kv % a == 0)
     return {
-        "sm": sm, "smem_optin": SMEM[sm] * 1024, "dtype": dtype, "B": 2, "M": 1024, "N": 1024, "H": 8, "K": k, "Kv": kv,
-        "alignment": alignment, "any_build": True, **fields,
+        "sm": sm, "smem_optin": SMEM[sm] * 1024, "dtype": dtype, "B": 2, "M": 1024, "N": 1024,
+        "H": 8, "K": k, "Kv": kv, "alignment": alignment, "any_build": True, **fields,
     }  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def table() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("sm", SMEM)
 def test_b45_b47_every_gpu_runs_everything(sm: int) -> None:
-    """Every dtype, head dim, alignment and bias has a kernel on every GPU from sm_70 on, newer than any build included."""
+    """Every dtype, head dim, alignment and bias has a kernel on every GPU from sm_70 on, newer than
+    any build included."""
     missing = []
     for dtype, (k, kv), bias, tf32 in itertools.product(
         cases.DTYPES, SIZES, (False, True), (False, True)
@@ -71,8 +73,9 @@ def test_b45_b47_every_gpu_runs_everything(sm: int) -> None:
 
 @pytest.mark.parametrize("sm", SMEM)
 def test_b45_shared_memory_is_the_queried_limit(sm: int) -> None:
-    """The row fits the limit that the device states, not one guessed from its compute capability; halving it changes
-    the choice, never the answer to "invalid argument"."""
+    """The row fits the limit that the device states, not one guessed from its compute capability.
+
+    A smaller limit changes the choice, or the reason says shared memory; it is never "invalid argument"."""
     rows = table()
     for dtype, (k, kv), bias in itertools.product(cases.DTYPES, SIZES, (False, True)):
         for kib in (SMEM[sm], 99, 64, 48):
@@ -100,7 +103,8 @@ def test_b46_reported_size() -> None:
 
 
 def test_b46_missing_arch_is_named() -> None:
-    """A build without this GPU's code says which archs it has, which GPU this is and what to build."""
+    """A build without this GPU's code says which archs it has, which GPU this is and what to
+    build."""
     if not _C.is_cuda_build:
         text = _C.explain(request(90, "f16", 64, 64))
         assert "host-only" in text
@@ -128,7 +132,8 @@ def test_b46_reasons_name_limit_and_value() -> None:
 
 @pytest.mark.parametrize("sm", [100, 120])
 def test_b47_newer_than_the_build(sm: int) -> None:
-    """Rows of sm80's instructions have no upper cap; a row of one arch's own instructions stays on that arch."""
+    """Rows of sm80's instructions have no upper cap; a row of one arch's own instructions stays on
+    that arch."""
     for dtype in cases.DTYPES:
         name = _C.select(request(sm, dtype, 64, 64))
         row = table()[name]
@@ -146,7 +151,8 @@ def test_b47_explain_for_another_gpu(target: Any) -> None:
 
 @pytest.mark.gpu
 def test_b47_v100_size() -> None:
-    """(B, M, N, K) = (1, 1, 1, 136) in fp16, which one nvcc miscompiled for sm_70: every f16 variant that takes it."""
+    """(B, M, N, K) = (1, 1, 1, 136) in fp16, which one nvcc miscompiled for sm_70: every f16
+    variant that takes it."""
     from test_variants import fits_here, rows
     from tolerance import Checker
 

@@ -1,4 +1,5 @@
-"""Public faults of the framework contract (tests/faults.py): B48, forward parts, B36 and B37 forward.
+"""Public faults of the framework contract (tests/faults.py): B48, forward parts, B36 and B37
+forward.
 
 Streams, devices, graphs, compile, autocast, vmap, and the two ways tensors reach the binding.
 """
@@ -37,12 +38,12 @@ def test_b48a_autocast(device: str, low: str) -> None:
     bias = torch.randn(1, 1, 65, 77, device=device)
     with torch.autocast(device, dtype=kind):
         out = attention(query, key.to(kind), value.to(kind))
-        biased = attention(query, key, value, bias)
+        biased = attention(query.to(kind), key, value.to(kind), bias)
     assert out.dtype == kind and biased.dtype == kind
     checker = Checker()
     rounded = [x.to(kind) for x in (query, key, value)]
     checker.attention("mixed", out, None, *rounded)
-    checker.attention("bias", biased, None, *rounded, bias.to(kind))
+    checker.attention("bias", biased, None, *rounded, bias)
     checker.finish()
 
 
@@ -115,8 +116,8 @@ def test_b48e_lse_is_not_padded(device: str) -> None:
 
 def test_b48f_vmap(device: str) -> None:
     """vmap equals the loop, or says that it is not supported."""
-    query, key, value = (torch.stack([x] * 3) * torch.arange(1, 4, device=device).view(3, 1, 1, 1, 1) for x in
-                         tensors(device, "f32", M=5, N=7))  # fmt: skip
+    factors = torch.arange(1, 4, device=device).view(3, 1, 1, 1, 1)
+    query, key, value = (x * factors for x in tensors(device, "f32", M=5, N=7))
     try:
         out = torch.vmap(attention)(query, key, value)
     except (RuntimeError, NotImplementedError) as error:
@@ -131,7 +132,8 @@ def test_b48f_vmap(device: str) -> None:
 
 @pytest.mark.gpu
 def test_b48h_side_stream() -> None:
-    """The kernel runs on the current stream: it sees what was queued there before it, and nothing waits for the host."""
+    """The kernel runs on the current stream: it sees what was queued there before it, and nothing
+    waits for the host."""
     checker = Checker()
     for dtype in DTYPES:
         query, key, value = tensors("cuda", dtype, B=4, M=512, N=512, H=8)
@@ -257,7 +259,8 @@ def test_b48k_not_tagged_random() -> None:
 
 
 def test_b48m_other_key_count_in_value(device: str) -> None:
-    """key N = 5, value N = 6 (and each other disagreement) is an error that names both, never an over-read."""
+    """key N = 5, value N = 6 (and each other disagreement) is an error that names both, never an
+    over-read."""
     query, key, value = (torch.randn(2, n, 3, 8, device=device) for n in (4, 5, 6))
     with pytest.raises(ValueError, match=r"5.*6|6.*5"):
         attention(query, key, value)
@@ -307,18 +310,23 @@ def test_b48_parameters(device: str) -> None:
 # --- DLPack and scalars: both ways to the binding
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "fields", [{}, {"H": 6, "Hkv": 2}, {"rank": "bmghk"}, {"rank": "bmk", "H": 1}], ids=str
 )
-def test_scalar_path(device: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch.Tensor.__dlpack_c_exchange_api__ (older torch) the same call gives the same bits."""
+def test_scalar_path(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch.Tensor.__dlpack_c_exchange_api__ (older torch): the same bits."""
+    from memeff_attn import _C, ops
+
     checker = Checker()
     for dtype, bias in itertools.product(DTYPES, ("", "bhmn", "11mn:f32", "b11n:bool")):
-        inputs = cases.make(Case(dtype, K=40, bias=bias, **fields), device)
+        inputs = cases.make(Case(dtype, K=40, bias=bias, **fields), "cuda")
         expected, expected_lse = cases.attention(inputs)
         with monkeypatch.context() as hidden:
             if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
                 hidden.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+            hidden.setattr(ops, "_launch", ops.launcher())
+            checker.that("launcher() takes scalars", ops._launch is not _C.forward)
             out, lse = cases.attention(inputs)
         checker.same_bits(f"{dtype} {bias}", out, expected)
         checker.same_bits(f"{dtype} {bias} LSE", lse, expected_lse)
@@ -331,7 +339,8 @@ def scalars(x: Tensor | None) -> Any:
 
 
 def test_binding_reads_the_same_both_ways(device: str) -> None:
-    """forward (DLPack) and forward_scalars answer alike, right input and wrong (host-only: both refuse alike)."""
+    """forward (DLPack) and forward_scalars answer alike, right input and wrong (host-only: both
+    refuse alike)."""
     _C = pytest.importorskip("memeff_attn._C")
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip(f"torch {torch.__version__} has no DLPack C exchange API")

@@ -83,7 +83,8 @@ def test_b19_reported_sizes(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_b21_storage_offsets(device: str, dtype: str) -> None:
-    """query, key, value and bias begin 0-7 elements into their storage, together and one at a time."""
+    """query, key, value and bias begin 0-7 elements into their storage, together and one at a
+    time."""
     checker = Checker()
 
     def shifted(x: Tensor, by: int) -> Tensor:
@@ -169,7 +170,8 @@ def test_b23_stable_diffusion(device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["stride0", "fewer_heads", "five_dims"])
 def test_b26_b27_shared_heads(device: str, dtype: str, how: str) -> None:
-    """Shared heads in each of the three ways equal copied ones: out and LSE of every head, another bias per head."""
+    """Shared heads in each of the three ways equal copied ones: out and LSE of every head, another
+    bias per head."""
     checker = Checker()
     sizes = [(1, 16, 128), (1, 33, 512), (1, 65, 64), (65, 65, 64), (129, 65, 40), (2, 77, 33)]
     sizes = sizes if device == "cuda" else sizes[::2]
@@ -207,7 +209,8 @@ def test_b26_b27_shared_heads(device: str, dtype: str, how: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_b28_one_query_keeps_its_window(device: str, dtype: str) -> None:
-    """A window of visible keys (as a mask; the window classes come later) is not lost with one query, shared heads."""
+    """A window of visible keys (as a mask; the window classes come later) is not lost with one
+    query, shared heads."""
     checker = Checker()
     for n, window, k in itertools.product((512, 513), (1, 128), (64, 33)):
         query = random(device, dtype, 1, 1, 16, k)
@@ -230,7 +233,8 @@ def test_b28_one_query_keeps_its_window(device: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [8, 32, 33, 64, 96, 128, 160, 256, 320, 512, 520])
 def test_b29_layouts_at_every_head_dim(device: str, dtype: str, k: int) -> None:
-    """The same numbers in each layout: the same bits where the alignment is the same, the oracle everywhere."""
+    """The same numbers in each layout: the same bits where the alignment is the same, the oracle
+    everywhere."""
     checker = Checker()
     m, n = (128, 128) if device == "cuda" else (33, 40)
     dense = [random(device, dtype, 2, x, 4, k) for x in (m, n, n)]

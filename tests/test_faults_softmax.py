@@ -1,4 +1,5 @@
-"""Public faults in masks and softmax (tests/faults.py): B01-B04, B08, B44. Each test is the class, not the one input."""
+"""Public faults in masks and softmax (tests/faults.py): B01-B04, B08, B44. Each test is the class,
+not the one input."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_b02_fully_masked_rows(device: str, dtype: str, bias_dtype: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias_dtype", ["same", "f32"])
 def test_b03_finite_sentinels_are_numbers(device: str, dtype: str, bias_dtype: str) -> None:
-    """finfo.min (and half of it, and -1e4) as a mask: hides keys next to others, averages where it is everywhere."""
+    """finfo.min (and half of it, and -1e4) as a mask: hides keys next to others, averages where it
+    is everywhere."""
     checker = Checker()
     kind = cases.DTYPES[dtype] if bias_dtype == "same" else torch.float32
     lowest = torch.finfo(kind).min
@@ -203,7 +205,8 @@ def test_b04_bottom_right_with_more_queries(device: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_b08_one_query_with_almost_nothing_visible(device: str, dtype: str) -> None:
-    """Long keys of which most or all are hidden, for one query: every way of splitting keys sees empty parts."""
+    """Long keys of which most or all are hidden, for one query: every way of splitting keys sees
+    empty parts."""
     checker = Checker()
     for n, visible in itertools.product(
         (4096, 4097), (slice(0, 512), slice(4000, None), slice(2047, 2048), slice(0, 0))
@@ -219,7 +222,8 @@ def test_b08_one_query_with_almost_nothing_visible(device: str, dtype: str) -> N
 
 
 def visible_keys(device: str, mask: object, m: int, n: int) -> list[str]:
-    """Which keys each query sees, read off the result: V is the identity and every score is equal."""
+    """Which keys each query sees, read off the result: V is the identity and every score is
+    equal."""
     query = torch.zeros(1, m, 1, 8, device=device)
     key = torch.zeros(1, n, 1, 8, device=device)
     value = torch.eye(n, device=device).view(1, n, 1, n)
@@ -228,7 +232,8 @@ def visible_keys(device: str, mask: object, m: int, n: int) -> list[str]:
 
 
 def test_b44_corners(device: str) -> None:
-    """LowerTriangularMask is anchored top-left, ...FromBottomRight bottom-right, whatever M and N are."""
+    """LowerTriangularMask is anchored top-left, ...FromBottomRight bottom-right, whatever M and N
+    are."""
     top_left, bottom_right = (
         memeff_attn.LowerTriangularMask(),
         memeff_attn.LowerTriangularFromBottomRightMask(),

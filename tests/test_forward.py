@@ -1,4 +1,5 @@
-"""The forward pass, chosen automatically, against the fp64 oracle: every group of tests/cases.py on every device."""
+"""The forward pass, chosen automatically, against the fp64 oracle: every group of tests/cases.py on
+every device."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_public_reference_agrees(device: str) -> None:
     ]:
         with checker.case(case):
             query, key, value, bias, causal, scale = inputs = cases.make(case, device).tuple()
-            mask = {1: memeff_attn.LowerTriangularMask, 2: memeff_attn.LowerTriangularFromBottomRightMask}
+            mask = {
+                1: memeff_attn.LowerTriangularMask,
+                2: memeff_attn.LowerTriangularFromBottomRightMask,
+            }
             attn_bias = mask[causal]() if causal else bias
             out, lse = memeff_attn.reference.attention(query, key, value, attn_bias, scale)
             exact, exact_lse = plain_attention(*inputs)
@@ -53,7 +57,11 @@ def test_public_reference_agrees(device: str) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_without_lse_the_same_bits(device: str, dtype: str) -> None:
     checker = Checker()
-    for case in [Case(dtype, bias="bhmn"), Case(dtype, K=33, mask="top_left"), Case(dtype, H=4, Hkv=1, K=128)]:
+    for case in [
+        Case(dtype, bias="bhmn"),
+        Case(dtype, K=33, mask="top_left"),
+        Case(dtype, H=4, Hkv=1, K=128),
+    ]:
         with checker.case(case):
             inputs = cases.make(case, device)
             bias = memeff_attn.LowerTriangularMask() if inputs.causal else inputs.bias
@@ -87,15 +95,19 @@ def test_repeats_are_bit_equal(device: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_metamorphic(device: str, dtype: str) -> None:
-    """Slices, permuted heads, contiguous copies and keys masked by -inf change no result (docs: the oracle, rule 7)."""
+    """Slices, permuted heads, contiguous copies and keys masked by -inf change no result (docs: the
+    oracle, rule 7)."""
     checker = Checker()
-    for case in [Case(dtype, B=3, M=130, N=141, H=4, K=64), Case(dtype, B=3, M=65, N=33, H=2, K=40, Kv=72)]:
+    for case in [
+        Case(dtype, B=3, M=130, N=141, H=4, K=64),
+        Case(dtype, B=3, M=65, N=33, H=2, K=40, Kv=72),
+    ]:
         with checker.case(case):
             inputs = cases.make(case, device)
             query, key, value = inputs.query, inputs.key, inputs.value
             out, lse = cases.attention(inputs)
 
-            def call(q, k, v, bias=None):  # noqa: ANN001, ANN202
+            def call(q, k, v, bias=None):
                 return cases.attention(cases.Inputs(q, k, v, bias, 0, None))
 
             close = judge_pair(checker, device, inputs)
@@ -115,12 +127,16 @@ def test_metamorphic(device: str, dtype: str) -> None:
     checker.finish()
 
 
-def judge_pair(checker: Checker, device: str, inputs: cases.Inputs):  # noqa: ANN201
-    """Two results of other tilings: each may be off by what the rule allows, so their distance by twice that."""
+def judge_pair(checker: Checker, device: str, inputs: cases.Inputs):
+    """Two results of other tilings: each may be off by what the rule allows, so their distance by
+    twice that."""
     del device
     exact, _ = plain_attention(*inputs.tuple())
     eager, _ = plain_attention(*inputs.tuple(), dtype=inputs.query.dtype)
-    limit = 2 * (2 * (eager.double() - exact).abs().amax() + 2 * torch.finfo(eager.dtype).eps * exact.abs().amax())
+    limit = 2 * (
+        2 * (eager.double() - exact).abs().amax()
+        + 2 * torch.finfo(eager.dtype).eps * exact.abs().amax()
+    )
 
     def close(label: str, mine: torch.Tensor, other: torch.Tensor) -> None:
         checker.true(label, (mine.double() - other.double()).abs() <= limit)

@@ -1,4 +1,5 @@
-"""Memory stays O(M + N): no temporary the size of the scores, no copy of what only has other strides."""
+"""Memory stays O(M + N): no temporary the size of the scores, no copy of what only has other
+strides."""
 
 from __future__ import annotations
 
@@ -76,7 +77,10 @@ def test_last_stride_copies_that_tensor_alone() -> None:
     inputs.key = inputs.key.transpose(-1, -2).contiguous().transpose(-1, -2)
     cases.attention(inputs)
     copied = inputs.key.numel() * inputs.key.element_size()
-    assert peak_increase(lambda: cases.attention(inputs)) <= result_bytes(case, inputs) + copied + 2 * MIB
+    assert (
+        peak_increase(lambda: cases.attention(inputs))
+        <= result_bytes(case, inputs) + copied + 2 * MIB
+    )
 
 
 @pytest.mark.gpu
@@ -110,11 +114,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize("dims", [(16, 16), (16, 24)], ids=["same_dims", "other_value_dim"])
 @pytest.mark.parametrize("bias", [0, 1], ids=["no_bias", "bias"])
 def test_cpu_path_is_blockwise(dims: tuple[int, int], bias: int) -> None:
-    """The CPU path holds no [H, M, N] scores: resident memory of a child process grows by far less."""
+    """The CPU path holds no [H, M, N] scores: resident memory of a child process grows by far
+    less."""
     rows = 6000
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     argv = [sys.executable, "-c", CHILD, *(str(n) for n in (rows, *dims, bias))]
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     scores = 4 * rows * rows * 4  # bytes: 4 heads, fp32
     assert int(done.stdout) * 1024 < scores / 4

@@ -1,9 +1,8 @@
 """Nothing beyond the logical ends is read into a result or written.
 
-Inputs are views into larger buffers whose rest is NaN (or, second run, 0): no bit of the result may change. Outputs are
-views into buffers of canaries: every element inside is written, none outside. On a GPU this goes to _C.forward directly,
-because only there the caller owns the output.
-"""
+Inputs are views into larger buffers whose rest is NaN (or, second run, 0): no bit of the result may
+change. Outputs are views into buffers of canaries: every element inside is written, none outside.
+On a GPU this goes to _C.forward directly, because only there the caller owns the output."""
 
 from __future__ import annotations
 
@@ -26,14 +25,19 @@ CANARY = 0x5A
 def surrounded(x: Tensor, poison: float, extra: int) -> Tensor:
     """A copy of x inside a buffer of `poison`: rows before and after it, columns after each row."""
     buffer = x.new_full((*x.shape[:-1], x.shape[-1] + extra), poison)
-    buffer = torch.cat([torch.full_like(buffer[:, :1], poison), buffer, torch.full_like(buffer[:, :3], poison)], dim=1)
+    buffer = torch.cat(
+        [torch.full_like(buffer[:, :1], poison), buffer, torch.full_like(buffer[:, :3], poison)],
+        dim=1,
+    )
     inner = buffer[:, 1:-3, ..., : x.shape[-1]]
     inner.copy_(x)
     return inner
 
 
 def poisoned(inputs: cases.Inputs, poison: float, extra: int) -> cases.Inputs:
-    query, key, value = (surrounded(x, poison, extra) for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        surrounded(x, poison, extra) for x in (inputs.query, inputs.key, inputs.value)
+    )
     bias = inputs.bias
     if bias is not None:
         wide = bias.new_full((*bias.shape[:-2], bias.shape[-2] + 2, bias.shape[-1] + 5), poison)
@@ -42,9 +46,17 @@ def poisoned(inputs: cases.Inputs, poison: float, extra: int) -> cases.Inputs:
     return cases.Inputs(query, key, value, bias, inputs.causal, inputs.scale)
 
 
-def ragged(dtype: str, bias: str, k: int = 40, kv: int = 72, tile_m: int = 64, tile_n: int = 64) -> list[Case]:
+def ragged(
+    dtype: str, bias: str, k: int = 40, kv: int = 72, tile_m: int = 64, tile_n: int = 64
+) -> list[Case]:
     """Shapes with a partial last tile in M, in N, in both."""
-    sizes = ((tile_m + 1, tile_n), (tile_m, tile_n + 1), (tile_m - 1, 2 * tile_n + 1), (1, 1), (3, tile_n - 1))
+    sizes = (
+        (tile_m + 1, tile_n),
+        (tile_m, tile_n + 1),
+        (tile_m - 1, 2 * tile_n + 1),
+        (1, 1),
+        (3, tile_n - 1),
+    )
     return [
         Case(dtype, M=m, N=n, H=3, K=k, Kv=kv, mask=mask, bias=bias)
         for m, n in sizes
@@ -72,7 +84,10 @@ def test_nan_beyond_the_ends(device: str, dtype: str, bias: str) -> None:
 def test_visible_nan_shows(device: str, dtype: str) -> None:
     """A NaN in a visible input reaches exactly the rows that see it."""
     checker = Checker()
-    for case in [Case(dtype, M=70, N=133, K=64), Case(dtype, M=70, N=133, K=33, mask="bottom_right")]:
+    for case in [
+        Case(dtype, M=70, N=133, K=64),
+        Case(dtype, M=70, N=133, K=33, mask="bottom_right"),
+    ]:
         for operand in ("query", "key", "value"):
             with checker.case(f"{case} NaN in {operand}"):
                 inputs = cases.make(case, device)
@@ -87,7 +102,9 @@ def test_visible_nan_shows(device: str, dtype: str) -> None:
                     expected[1, 69 if case.causal else slice(None), 0] = True
                 else:
                     expected[1, 69 if case.causal else slice(None), 0, 3] = True
-                if case.causal and operand == "value":  # 0 * NaN of a hidden key may show, as in eager
+                if (
+                    case.causal and operand == "value"
+                ):  # 0 * NaN of a hidden key may show, as in eager
                     expected[1, :, 0, 3] |= lost[1, :, 0, 3]
                 if case.causal and operand == "key":
                     checker.true(f"{case} {operand}", lost[1, 69, 0])
@@ -100,7 +117,9 @@ def test_visible_nan_shows(device: str, dtype: str) -> None:
 class Canaries:
     """A tensor of `shape` inside a larger buffer of one byte value."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str, extra: int, row_dim: int = 1) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: str, extra: int, row_dim: int = 1
+    ) -> None:
         outer = list(shape)
         outer[-1] += extra
         outer[row_dim] += 2 if row_dim != len(shape) - 1 else 0
@@ -136,7 +155,8 @@ def launch(inputs: cases.Inputs, out: Tensor, lse: Tensor | None, variant: str, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])
 def test_variant_between_canaries(row: dict[str, Any]) -> None:
-    """Each variant, straight through the binding: poisoned inputs, outputs and LSE between canaries."""
+    """Each variant, straight through the binding: poisoned inputs, outputs and LSE between
+    canaries."""
     if reason := fits_here(row):
         pytest.skip(reason)
     step = row["alignment"]
@@ -157,8 +177,12 @@ def test_variant_between_canaries(row: dict[str, Any]) -> None:
                         view = poisoned(inputs, poison, extra)
                         shape = (case.B, case.M, case.H, case.value_dim)
                         out = Canaries(shape, inputs.query.dtype, "cuda", extra)
-                        lse = Canaries((case.B, case.H, case.M), torch.float32, "cuda", 5, row_dim=2)
-                        failed = launch(view, out.inner, lse.inner, row["name"], row["math"] == "tf32")
+                        lse = Canaries(
+                            (case.B, case.H, case.M), torch.float32, "cuda", 5, row_dim=2
+                        )
+                        failed = launch(
+                            view, out.inner, lse.inner, row["name"], row["math"] == "tf32"
+                        )
                         checker.that(f"{case}: {failed}", failed is None)
                         out.check(checker, f"{case} out")
                         lse.check(checker, f"{case} lse")

@@ -5,13 +5,13 @@ Against an fp64 oracle on the same rounded inputs:
     max|mine - oracle| <= 2   * max|eager - oracle| + 2u
     rms(mine - oracle) <= 1.5 * rms(eager - oracle) + u
 
-u is the ulp of the dtype at max|oracle|. NaN and inf positions equal the oracle's. Eager is plain PyTorch on the same
-device, in the same dtype and math mode; elements where it is non-finite or off by more than 64u are replaced by eager
-in fp32, rounded once. LSE is compared with fp32 eager plus an absolute 2e-4. No looser number is used anywhere.
+u is the ulp of the dtype at max|oracle|. NaN and inf positions equal the oracle's. Eager is plain
+PyTorch on the same device, in the same dtype and math mode; elements where it is non-finite or off
+by more than 64u are replaced by eager in fp32, rounded once. LSE is compared with fp32 eager plus
+an absolute 2e-4. No looser number is used anywhere.
 
-A Checker only enqueues: figures stay on the device until finish(), which fetches them all at once and names every case
-that failed. So a sweep of a thousand shapes costs one synchronisation.
-"""
+A Checker only enqueues: figures stay on the device until finish(), which fetches them all at once
+and names every case that failed. So a sweep of a thousand shapes costs one synchronisation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def head_count(query: Tensor) -> int:
 
 
 def bias_to_bhmn(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """A bias that broadcasts to [B, H, M, N] ([B, M, N] or [B, G, H, M, N] for the other ranks), as 4-D."""
+    """A bias that broadcasts to [B, H, M, N] ([B, M, N] or [B, G, H, M, N] for the other ranks), as
+    4-D."""
     if bias is None:
         return None
     if query.dim() == 3:
@@ -81,7 +82,8 @@ def plain_attention(
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V in `dtype`, in the obvious way; (out, lse), dead rows give 0 and -inf."""
+    """softmax(scale * Q K^T + bias) V in `dtype`, in the obvious way; (out, lse), dead rows give 0
+    and -inf."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     heads = head_count(query)
     q, k, v = (to_bhmk(x.to(dtype), heads) for x in (query, key, value))
@@ -101,7 +103,9 @@ def plain_attention(
         scores = torch.matmul(q[:, :, first:last], k.transpose(-1, -2)) * scale
         if rank4 is not None:
             part = rank4 if rank4.shape[2] == 1 else rank4[:, :, first:last]
-            scores = scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part
+            scores = (
+                scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part
+            )
         if causal != NONE:
             limits = torch.arange(first, last, device=q.device) + diagonal
             scores = scores.masked_fill(columns > limits[:, None], -math.inf)
@@ -121,8 +125,10 @@ def ulp(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return spacing.clamp_min(info.tiny * info.eps)
 
 
-def measure(mine: Tensor, exact: Tensor, eager: Tensor, eager32: Tensor, zero: Tensor | None = None) -> Tensor:
-    """[max, rms, max of eager, rms of eager, u, wrong special values] as one fp64 tensor on the device.
+def measure(
+    mine: Tensor, exact: Tensor, eager: Tensor, eager32: Tensor, zero: Tensor | None = None
+) -> Tensor:
+    """[max, rms, eager's max, eager's rms, u, wrong special values], fp64, on the device.
 
     zero marks elements that must be exactly 0.
     """
@@ -142,7 +148,9 @@ def measure(mine: Tensor, exact: Tensor, eager: Tensor, eager32: Tensor, zero: T
     eager_error = torch.where(finite, eager_error, 0.0).nan_to_num(0.0, 0.0)
     error = torch.where(finite & mine.isfinite(), (mine.double() - clean).abs(), 0.0)
     rms, eager_rms = error.square().mean().sqrt(), eager_error.square().mean().sqrt()
-    return torch.stack([error.amax(), rms, eager_error.amax(), eager_rms, u, special.sum().double()])
+    return torch.stack(
+        [error.amax(), rms, eager_error.amax(), eager_rms, u, special.sum().double()]
+    )
 
 
 class Checker:
@@ -176,7 +184,9 @@ class Checker:
         zero: Tensor | None = None,
     ) -> None:
         if mine.shape != exact.shape:
-            self.failures.append(f"{label}: shape {tuple(mine.shape)}, expected {tuple(exact.shape)}")
+            self.failures.append(
+                f"{label}: shape {tuple(mine.shape)}, expected {tuple(exact.shape)}"
+            )
         elif mine.numel():
             self.measured.append((str(label), atol, measure(mine, exact, eager, eager32, zero)))
 
@@ -196,7 +206,11 @@ class Checker:
         inputs = (query, key, value, bias, causal, scale)
         exact, exact_lse = plain_attention(*inputs)
         eager32, eager32_lse = plain_attention(*inputs, dtype=torch.float32)
-        eager = eager32 if query.dtype == torch.float32 else plain_attention(*inputs, dtype=query.dtype)[0]
+        eager = (
+            eager32
+            if query.dtype == torch.float32
+            else plain_attention(*inputs, dtype=query.dtype)[0]
+        )
         if out.dtype != query.dtype:
             self.failures.append(f"{label}: out is {out.dtype}, expected {query.dtype}")
             return
@@ -213,7 +227,9 @@ class Checker:
             self.failures.append(f"{label}: {got}, expected {want}")
             return
         integer = INT_OF_SIZE[mine.element_size()]
-        self.counted.append((f"{label}: differing bits", (mine.view(integer) != other.view(integer)).sum()))
+        self.counted.append(
+            (f"{label}: differing bits", (mine.view(integer) != other.view(integer)).sum())
+        )
 
     def true(self, label: object, condition: Tensor) -> None:
         """Every element of a boolean tensor is true."""
@@ -247,11 +263,16 @@ def judge(label: str, figures: list[float], atol: float) -> list[str]:
     rms_limit = FACTOR_RMS * eager_rms + u + atol
     failures = []
     if special:
-        failures.append(f"{label}: {special:.0f} NaN, inf or empty-row elements differ from the oracle's")
+        failures.append(
+            f"{label}: {special:.0f} NaN, inf or empty-row elements differ from the oracle's"
+        )
     if not largest <= max_limit:
-        failures.append(f"{label}: max error {largest:.3e} > {max_limit:.3e} (eager {eager_largest:.3e}, u {u:.1e})")
+        facts = f"(eager {eager_largest:.3e}, u {u:.1e})"
+        failures.append(f"{label}: max error {largest:.3e} > {max_limit:.3e} {facts}")
     if not rms <= rms_limit:
-        failures.append(f"{label}: rms error {rms:.3e} > {rms_limit:.3e} (eager {eager_rms:.3e}, u {u:.1e})")
+        failures.append(
+            f"{label}: rms error {rms:.3e} > {rms_limit:.3e} (eager {eager_rms:.3e}, u {u:.1e})"
+        )
     return failures
 
 
