@@ -109,15 +109,15 @@ constexpr Rule kRules[] = {
        return "needs " + kilobytes(k.smem_bytes) + " of shared memory a block, sm_" + to_string(r.sm) + " has " +
               kilobytes(r.smem_optin);
      }},
-    {true, [](const KernelRow& k, const Request& r) { return k.max_m == 0 || r.queries <= k.max_m; },
-     [](const KernelRow& k, const Request& r) {
-       return "is chosen for M up to " + to_string(k.max_m) + ", M is " + to_string(r.queries);
-     }},
     {true,
      [](const KernelRow& k, const Request& r) {
-       return k.max_blocks_per_sm == 0 || blocks_per_sm(k, r) <= k.max_blocks_per_sm;
+       const bool few_queries = k.max_m != 0 && r.queries <= k.max_m;
+       const bool small_grid = k.max_blocks_per_sm != 0 && blocks_per_sm(k, r) <= k.max_blocks_per_sm;
+       return (k.max_m == 0 && k.max_blocks_per_sm == 0) || few_queries || small_grid;
      },
-     [](const KernelRow&, const Request&) { return std::string("is chosen for smaller grids"); }},
+     [](const KernelRow& k, const Request& r) {
+       return "is chosen for M up to " + to_string(k.max_m) + " or grids that larger tiles do not fill, M is " + to_string(r.queries);
+     }},
 };
 
 bool fits(const KernelRow& row, const Request& request) {

@@ -3,6 +3,7 @@
 // Every layout is a product of row slots and column slots:
 //   element index(i, j)  is at  row(lane, i), column(lane, j),   i < kRows, j < kColumns
 // Column slots come in runs of kRun adjacent columns. rows_shared(mask): lanes l and l ^ mask hold the same rows.
+// Equal kRows and kRowMap: two accumulators give every lane the same rows.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -27,6 +28,7 @@ struct AccCoord<
   static constexpr int kRun = 2;
   // Rows 8 apart keep their place in every operand layout of this architecture (the swizzles repeat after 8 rows).
   static constexpr bool kRowsRepeat = true;
+  static constexpr int kRowMap = 0;
 
   CUTLASS_DEVICE static int row(int lane, int i) { return i * 8 + (lane >> 2); }
   CUTLASS_DEVICE static int column(int lane, int j) { return (j >> 1) * 8 + (j & 1) + (lane & 3) * 2; }
@@ -46,6 +48,7 @@ struct AccCoord<
   static constexpr int kColumns = 8 * kTilesN;
   static constexpr int kRun = 2;
   static constexpr bool kRowsRepeat = false;
+  static constexpr int kRowMap = 0;
 
   // i = (super tile, half, pair): bits (.., 1, 0)
   CUTLASS_DEVICE static int row(int lane, int i) {
@@ -91,6 +94,7 @@ struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::O
   }
   // Row-major-interleaved lanes: the low log2(interleave) bits and the bits above the lane rectangle's width choose rows.
   static constexpr int kInterleave = Policy::LaneLayout::kInterleave;
+  static constexpr int kRowMap = (kInterleave * 64 + Policy::WarpShape::kColumn) * 64 + kBlockM;
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) {
     return mask >= kInterleave && mask < kInterleave * Policy::WarpShape::kColumn;
   }

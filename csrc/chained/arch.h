@@ -26,8 +26,7 @@ using Gemm = cutlass::gemm::GemmShape<kM, kN, kK>;
 //   kAsync           cp.async fills shared memory; otherwise loads pass through registers
 //   kQkStep          columns of K in one pipeline stage of the first product
 //   kPvStep          keys in one stage of the second product's operands
-//   kStageSums       fp32 sums of one key block start from zero and are added by FADD: tensor cores truncate when they
-//                    accumulate, and P >= 0 makes the error systematic (docs/performance.md)
+//   kSplitFp32       fp32 products as three TF32 ones (resident_mma.h)
 //   kSimt            FFMA; operand A is column-major in shared memory, the epilogue stores single elements
 
 // Ampere and later. 16-bit: m16n8k16. fp32: 3xTF32 (kTf32 = false) or TF32, m16n8k8.
@@ -39,23 +38,25 @@ struct Sm80 {
   using OpClass = cutlass::arch::OpClassTensorOp;
   using Instruction = Gemm<16, 8, 16>;
   using Operator = cutlass::arch::OpMultiplyAdd;
+  using StreamedOperator = Operator;
   static constexpr bool kAsync = true;
   static constexpr int kQkStep = 64;
   static constexpr int kPvStep = 64;
-  static constexpr bool kStageSums = false;
+  static constexpr bool kSplitFp32 = false;
   static constexpr bool kSimt = false;
 };
 
-template <typename Operator_, bool kStage>
+template <bool kSplit>
 struct Sm80Float : Sm80<float> {
   using Instruction = Gemm<16, 8, 8>;
-  using Operator = Operator_;
+  // The stock streamed main loop splits by itself; ResidentMma does it with fewer instructions and smaller errors.
+  using StreamedOperator = std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
   static constexpr int kQkStep = 32;
   static constexpr int kPvStep = 32;
-  static constexpr bool kStageSums = kStage;
+  static constexpr bool kSplitFp32 = kSplit;
 };
-using Sm80Fp32 = Sm80Float<cutlass::arch::OpMultiplyAddFastF32, true>;
-using Sm80Tf32 = Sm80Float<cutlass::arch::OpMultiplyAdd, false>;
+using Sm80Fp32 = Sm80Float<true>;
+using Sm80Tf32 = Sm80Float<false>;
 
 // 16-bit data that cp.async cannot move (alignment of one element): the same products, loads through registers.
 template <typename T>
@@ -92,29 +93,43 @@ struct Simt : Sm75<T> {
   static constexpr bool kSimt = true;
 };
 
-// The epilogue that CUTLASS pairs with a warp-level operator. kPerAccess: output elements in one store.
+// The pieces of the epilogue that CUTLASS pairs with a warp-level operator. kPerAccess: output elements in one store.
+//
+// Tensor cores take the plain fp32 iterators for every output type: the ones DefaultEpilogueTensorOp picks for half with
+// eight elements a store are written for warp tiles up to 64 columns, and ours reach 320.
+template <typename Arch, typename Shape, typename WarpOperator, int kPerAccess, typename = void>
+struct EpilogueOf {  // tensor cores since Turing
+  using Op = cutlass::epilogue::thread::LinearCombination<typename Arch::Element, kPerAccess, float, float>;
+  using Stock = cutlass::epilogue::threadblock::DefaultEpilogueTensorOp<Shape, WarpOperator, 1, Op, kPerAccess>;
+  using OutputTileIterator = typename Stock::OutputTileIterator;
+  using AccumulatorFragmentIterator = typename Stock::AccumulatorFragmentIterator;
+  using WarpTileIterator = cutlass::epilogue::warp::TileIteratorTensorOp<
+      typename WarpOperator::Shape, typename WarpOperator::Policy::Operator::Shape, float, cutlass::layout::RowMajor>;
+  using SharedLoadIterator =
+      cutlass::epilogue::threadblock::SharedLoadIterator<typename Stock::OutputTileThreadMap::CompactedThreadMap, float>;
+  using Padding = typename Stock::Padding;
+};
+
 template <typename Arch, typename Shape, typename WarpOperator, int kPerAccess>
-struct EpilogueOf {
+struct EpilogueOf<Arch, Shape, WarpOperator, kPerAccess,
+                  std::enable_if_t<Arch::kSimt || std::is_same<typename Arch::ArchTag, cutlass::arch::Sm70>::value>> {
   template <int kCount>
   using Op = cutlass::epilogue::thread::LinearCombination<typename Arch::Element, kCount, float, float>;
-  static constexpr bool kSimt = Arch::kSimt;
-  static constexpr bool kVolta = std::is_same<typename Arch::ArchTag, cutlass::arch::Sm70>::value && !kSimt;
-
-  template <bool kIsSimt, bool kIsVolta, typename = void>
+  template <bool kSimt, typename = void>
   struct Select {
-    using Type =
-        typename cutlass::epilogue::threadblock::DefaultEpilogueTensorOp<Shape, WarpOperator, 1, Op<kPerAccess>, kPerAccess>::Epilogue;
-  };
-  template <typename Dummy>
-  struct Select<true, false, Dummy> {
     using Type = typename cutlass::epilogue::threadblock::DefaultEpilogueSimt<Shape, WarpOperator, Op<1>, 1>::Epilogue;
   };
   template <typename Dummy>
-  struct Select<false, true, Dummy> {
+  struct Select<false, Dummy> {
     using Type = typename cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOp<Shape, WarpOperator, 1, Op<kPerAccess>,
                                                                                        kPerAccess>::Epilogue;
   };
-  using Type = typename Select<kSimt, kVolta>::Type;
+  using Stock = typename Select<Arch::kSimt>::Type;
+  using OutputTileIterator = typename Stock::OutputTileIterator;
+  using AccumulatorFragmentIterator = typename Stock::AccumulatorFragmentIterator;
+  using WarpTileIterator = typename Stock::WarpTileIterator;
+  using SharedLoadIterator = typename Stock::SharedLoadIterator;
+  using Padding = typename Stock::Padding;
 };
 
 }  // namespace chained

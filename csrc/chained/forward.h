@@ -57,8 +57,6 @@ struct ForwardBlock {
   int keys_end;         // keys that some row of the tile sees
   int keys_unmasked;    // keys that every row of the tile sees
   Element const *query, *key, *value;
-  Element* out;
-  float* lse;
   BiasTile bias;
   State state;
 
@@ -81,9 +79,13 @@ struct ForwardBlock {
             offset(row0, p.query.stride_m);
     key = static_cast<Element const*>(p.key.data) + head_offset(p.key, at.batch, group, member);
     value = static_cast<Element const*>(p.value.data) + head_offset(p.value, at.batch, group, member) + value0;
-    out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, group, member) + offset(row0, p.out.stride_m) +
-          value0;
-    lse = p.lse.data == nullptr || at.slab != 0 ? nullptr : p.lse.data + head_offset(p.lse, at.batch, group, member) + row0;
+    if (thread == 0) {
+      smem.scratch.out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, group, member) +
+                         offset(row0, p.out.stride_m) + value0;
+      smem.scratch.lse = p.lse.data == nullptr || at.slab != 0
+                             ? nullptr
+                             : p.lse.data + head_offset(p.lse, at.batch, group, member) + row0;
+    }
     if (Traits::kBias) {
       const int64_t element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
       bias.data = static_cast<const char*>(p.bias.data) +
@@ -127,32 +129,43 @@ struct ForwardBlock {
     }
   }
 
-  // Row maxima of this warp's scores; published for the other warps of the row where there are any.
-  CUTLASS_DEVICE void find_maximum(FragmentS const& s, float (&max)[CoordS::kRows]) {
+  // The running maximum of a row takes in `max`; returns the factor for what was accumulated before.
+  CUTLASS_DEVICE float raise_maximum(int i, float max) {
+    const float before = state.max[i];
+    state.max[i] = fmaxf(before, max);
+    const float alpha = Exponent::rescale(before, Exponent::reference(state.max[i], args.exponent), args.exponent);
+    state.sum[i] *= alpha;
+    return alpha;
+  }
+
+  // Row maxima of this warp's scores. Where other warps hold parts of the rows they are only published here; store_weights,
+  // after a barrier, takes them in.
+  CUTLASS_DEVICE void find_maximum(FragmentS const& s, float (&alpha)[CoordS::kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
-      max[i] = s[CoordS::index(i, 0)];
+      float max = s[CoordS::index(i, 0)];
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 1; j < CoordS::kColumns; ++j) max[i] = fmaxf(max[i], s[CoordS::index(i, j)]);
-      max[i] = reduce_row<CoordS>(max[i], [](float a, float b) { return fmaxf(a, b); });
-      if (kExchange && row_leader()) smem.scratch.row_max[warp_n][warp_row() + CoordS::row(lane, i)] = max[i];
+      for (int j = 1; j < CoordS::kColumns; ++j) max = fmaxf(max, s[CoordS::index(i, j)]);
+      max = reduce_row<CoordS>(max, [](float a, float b) { return fmaxf(a, b); });
+      if (!kExchange) {
+        alpha[i] = raise_maximum(i, max);
+      } else if (row_leader()) {
+        smem.scratch.row_part[warp_n][warp_row() + CoordS::row(lane, i)] = max;
+      }
     }
   }
 
   // s -> weights, stored as the second product's operand A. alpha: factor for what was accumulated before.
-  // Where maxima are exchanged, a barrier lies between find_maximum and this.
-  CUTLASS_DEVICE void store_weights(FragmentS& s, float const (&block_max)[CoordS::kRows], float (&alpha)[CoordS::kRows]) {
+  CUTLASS_DEVICE void store_weights(FragmentS& s, float (&alpha)[CoordS::kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
-      float max = block_max[i];
       if (kExchange) {
+        float max = negative_infinity();
         CUTLASS_PRAGMA_UNROLL
-        for (int n = 0; n < Traits::kWarpsN; ++n) max = fmaxf(max, smem.scratch.row_max[n][warp_row() + CoordS::row(lane, i)]);
+        for (int n = 0; n < Traits::kWarpsN; ++n) max = fmaxf(max, smem.scratch.row_part[n][warp_row() + CoordS::row(lane, i)]);
+        alpha[i] = raise_maximum(i, max);
       }
-      max = fmaxf(max, state.max[i]);
-      const float reference = Exponent::reference(max, args.exponent);
-      alpha[i] = Exponent::rescale(state.max[i], reference, args.exponent);
-      state.max[i] = max;
+      const float reference = Exponent::reference(state.max[i], args.exponent);
       float sum = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {
@@ -160,7 +173,7 @@ struct ForwardBlock {
         x = Exponent::weight(x, reference, args.exponent);
         sum += x;
       }
-      state.sum[i] = state.sum[i] * alpha[i] + sum;
+      state.sum[i] += sum;
     }
     auto operand = smem.pv.operand_A_ref();
     Traits::ProbabilityStore::store(s, operand.data(), operand.layout(), warp_row(), warp_column(), lane);
@@ -169,18 +182,12 @@ struct ForwardBlock {
   // --- second product ---------------------------------------------------------------------------------------------------
 
   CUTLASS_DEVICE void accumulate(FragmentO& o, PvMma const& pv, float const (&alpha)[CoordS::kRows], int depth) const {
-    if constexpr (Traits::Arch::kStageSums) {
-      FragmentO part;
-      part.clear();
-      pv(part, depth);
-      each_row(o, [&](int i, int e) { o[e] = o[e] * alpha[i] + part[e]; });
-    } else {
-      bool moved = false;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < CoordS::kRows; ++i) moved |= alpha[i] != 1.f;
-      if (__any_sync(0xffffffff, moved)) each_row(o, [&](int i, int e) { o[e] *= alpha[i]; });
-      pv(o, depth);
-    }
+    bool moved = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) moved |= alpha[i] != 1.f;
+    // The maximum seldom rises after the first blocks: one vote saves the multiplications.
+    if (__any_sync(0xffffffff, moved)) each_row(o, [&](int i, int e) { o[e] *= alpha[i]; });
+    pv(o, depth);
   }
 
   template <typename F>
@@ -199,16 +206,17 @@ struct ForwardBlock {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
       state.sum[i] = reduce_row<CoordS>(state.sum[i], [](float a, float b) { return a + b; });
-      if (kExchange && row_leader()) smem.scratch.row_sum[warp_n][warp_row() + CoordS::row(lane, i)] = state.sum[i];
+      if (kExchange && row_leader()) smem.scratch.row_part[warp_n][warp_row() + CoordS::row(lane, i)] = state.sum[i];
     }
-    if (kExchange) __syncthreads();
+    __syncthreads();  // sums are published; so are the scratch pointers, where no key block came before
+    float* lse = smem.scratch.lse;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
       const int row = warp_row() + CoordS::row(lane, i);
       if (kExchange) {
         state.sum[i] = 0.f;
         CUTLASS_PRAGMA_UNROLL
-        for (int n = 0; n < Traits::kWarpsN; ++n) state.sum[i] += smem.scratch.row_sum[n][row];
+        for (int n = 0; n < Traits::kWarpsN; ++n) state.sum[i] += smem.scratch.row_part[n][row];
       }
       inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
       if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) {
@@ -230,6 +238,7 @@ struct ForwardBlock {
   CUTLASS_DEVICE void store_output(FragmentO const& o, Storage& storage, int column0, bool add) {
     const cutlass::MatrixCoord extent(rows, values - column0);
     const cutlass::layout::RowMajor layout(p.out.stride_m);
+    Element* out = smem.scratch.out;
     typename Traits::OutputIterator::Params to(layout);
     typename Traits::OutputIterator destination(to, out + column0, extent, thread);
     typename Traits::Epilogue epilogue(storage, thread, warp, lane);
@@ -271,15 +280,15 @@ struct ForwardBlock {
       s.clear();
       qk(s, p.head_dim);
       finish_scores(s, key0);
-      float max[CoordS::kRows], alpha[CoordS::kRows];
-      find_maximum(s, max);
+      float alpha[CoordS::kRows];
+      find_maximum(s, alpha);
       cutlass::arch::cp_async_wait<0>();
       __syncthreads();  // V(j) is there, maxima are published; every warp is done with K(j)
       if (key0 + kTileN < keys_end) {
         keys.start(key + offset(key0 + kTileN, p.key.stride_m), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
         cutlass::arch::cp_async_fence();
       }
-      store_weights(s, max, alpha);
+      store_weights(s, alpha);
       if (kExchange) {
         __syncthreads();  // P is there
       } else {
@@ -321,10 +330,10 @@ struct ForwardBlock {
       qk.finish(s, a, b);  // ends with all cp.async landed and a barrier where copies are asynchronous
       if (!kAsync && !kInMemory) start_values(loader, key0, 0);
       finish_scores(s, key0);
-      float max[CoordS::kRows], alpha[CoordS::kRows];
-      find_maximum(s, max);
+      float alpha[CoordS::kRows];
+      find_maximum(s, alpha);
       if (kExchange) __syncthreads();  // maxima are published
-      store_weights(s, max, alpha);
+      store_weights(s, alpha);
       if (!kInMemory) loader.finish();
       const bool last = key0 + kTileN >= keys_end;
       if constexpr (kInMemory) publish_factors(alpha, last);
@@ -348,6 +357,7 @@ struct ForwardBlock {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) scale[i] = 1.f;
     if (last) {
+      if (kExchange) __syncthreads();  // every warp has read the maxima: their place takes the sums
       finish_rows(scale);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < CoordS::kRows; ++i) alpha[i] *= scale[i];

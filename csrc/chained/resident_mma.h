@@ -20,7 +20,13 @@ struct HasTransform : std::false_type {};
 template <typename Operator>
 struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragmentA>> : std::true_type {};
 
-template <typename Core, int kStages>
+// kAhead: fragments are loaded this many steps (0 or 1) before their use; 0 needs fewer registers.
+// kSplitFp32: fp32 operands, three TF32 products a step (3xTF32), with fp32-grade error:
+//   x = high + low, high = x rounded to TF32's 11 significand bits, low exact (the hardware drops its last bits: 2^-22 of x)
+//   a * b = low_a * high_b + high_a * low_b + high_a * high_b
+// Tensor cores truncate when they accumulate, so the sum of a step starts from zero, takes the two tiny corrections first and
+// is added to the accumulator by FADD: one truncation at full magnitude a step (measured in docs/performance.md).
+template <typename Core, int kStages, int kAhead, bool kSplitFp32>
 class ResidentMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
  public:
   using Base = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
@@ -57,12 +63,18 @@ class ResidentMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Sh
     auto b = this->warp_tile_iterator_B_;
     FragmentA frag_a[2];
     FragmentB frag_b[2];
-    load(a, b, frag_a[0], frag_b[0], 0);
+    if (kAhead) load(a, b, frag_a[0], frag_b[0], 0);
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kGroups; ++group) {
       if (!kWhole && group * kGroupK >= depth) break;
-      if (group + 1 < kGroups) load(a, b, frag_a[(group + 1) & 1], frag_b[(group + 1) & 1], group + 1);
-      step(acc, frag_a[group & 1], frag_b[group & 1]);
+      const int next = group + kAhead;
+      if (next < kGroups) load(a, b, frag_a[next & 1], frag_b[next & 1], next);
+      if constexpr (kSplitFp32) {
+        split_step(acc, frag_a[group & 1], frag_b[group & 1]);
+        __syncwarp();  // keeps the assembler from pulling the loads of later steps up until registers spill
+      } else {
+        step(acc, frag_a[group & 1], frag_b[group & 1]);
+      }
     }
   }
 
@@ -74,6 +86,33 @@ class ResidentMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Sh
     b.load(frag_b);
     ++a;
     ++b;
+  }
+
+  template <int kCount, typename Tf32>
+  CUTLASS_DEVICE static void split(cutlass::Array<float, kCount> const& x, cutlass::Array<Tf32, kCount>& high,
+                                   cutlass::Array<Tf32, kCount>& low) {
+    constexpr uint32_t kHalfUlp = 0x1000, kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < kCount; ++e) {
+      const float rounded = __uint_as_float((__float_as_uint(x[e]) + kHalfUlp) & kKept);
+      high[e] = Tf32::bitcast(__float_as_uint(rounded));
+      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded));
+    }
+  }
+
+  CUTLASS_DEVICE static void split_step(FragmentC& acc, FragmentA const& frag_a, FragmentB const& frag_b) {
+    Operator mma;
+    typename Operator::TransformedFragmentA high_a, low_a;
+    typename Operator::TransformedFragmentB high_b, low_b;
+    split(frag_a, high_a, low_a);
+    split(frag_b, high_b, low_b);
+    FragmentC sum;
+    sum.clear();
+    mma(sum, low_a, high_b, sum);
+    mma(sum, high_a, low_b, sum);
+    mma(sum, high_a, high_b, sum);
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < FragmentC::kElements; ++e) acc[e] += sum[e];
   }
 
   CUTLASS_DEVICE static void step(FragmentC& acc, FragmentA const& frag_a, FragmentB const& frag_b) {

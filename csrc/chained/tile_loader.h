@@ -36,11 +36,14 @@ struct TileLoaderBase {
     column0 = start.contiguous();
   }
 
-  // Calls f(stage, access, row, column) for each access of this thread.
+  // Calls f(stage, access, row, column, address) for each access of this thread. Addresses advance by whole row steps, so
+  // that only one of them lives at a time.
   template <typename F>
-  CUTLASS_DEVICE void each_access(F f) const {
+  CUTLASS_DEVICE void each_access(Element const* source, int64_t row_stride, F f) const {
+    Element const* start = source + offset(row0, row_stride) + column0;
     CUTLASS_PRAGMA_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
+      Element const* line = start;
       CUTLASS_PRAGMA_UNROLL
       for (int s = 0; s < kAccessRows; ++s) {
         CUTLASS_PRAGMA_UNROLL
@@ -48,9 +51,11 @@ struct TileLoaderBase {
           const int row = row0 + s * ThreadMap::Delta::kStrided + (kAlong == StageAlong::kRows ? stage * kStageExtent : 0);
           const int column =
               column0 + c * ThreadMap::Delta::kContiguous + (kAlong == StageAlong::kColumns ? stage * kStageExtent : 0);
-          f(stage, s * kAccessColumns + c, row, column);
+          f(stage, s * kAccessColumns + c, row, column, line + c * ThreadMap::Delta::kContiguous);
         }
+        line += offset(ThreadMap::Delta::kStrided, row_stride);
       }
+      start += kAlong == StageAlong::kRows ? offset(kStageExtent, row_stride) : kStageExtent;
     }
   }
 };
@@ -77,12 +82,11 @@ struct AsyncTileLoader : Base {
   CUTLASS_DEVICE void start(Element const* source, int64_t row_stride, int rows, int columns) {
     SmemIterator it = smem;
     it.set_iteration_index(0);
-    this->each_access([&](int stage, int access, int row, int column) {
+    this->each_access(source, row_stride, [&](int stage, int access, int row, int column, Element const* from) {
       if (access == 0 && stage > 0) {
         it.add_tile_offset(stage_step<kOperandA>(1));
         it.set_iteration_index(0);
       }
-      Element const* from = source + offset(row, row_stride) + column;
       auto* to = reinterpret_cast<char*>(it.get());
       CUTLASS_PRAGMA_UNROLL
       for (int v = 0; v < Base::kVectors; ++v) {
@@ -112,8 +116,7 @@ struct RegisterTileLoader : Base {
   CUTLASS_DEVICE RegisterTileLoader(TensorRef ref, int thread) : Base(thread), smem(ref, thread) {}
 
   CUTLASS_DEVICE void start(Element const* source, int64_t row_stride, int rows, int columns) {
-    this->each_access([&](int stage, int access, int row, int column) {
-      Element const* from = source + offset(row, row_stride) + column;
+    this->each_access(source, row_stride, [&](int stage, int access, int row, int column, Element const* from) {
       auto* to = reinterpret_cast<Vector*>(&fragments[stage]) + access * Base::kVectors;
       CUTLASS_PRAGMA_UNROLL
       for (int v = 0; v < Base::kVectors; ++v) {

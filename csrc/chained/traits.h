@@ -72,7 +72,7 @@ struct StreamedMmaOf {
   using Column = cutlass::layout::ColumnMajor;
   using Type = typename cutlass::gemm::threadblock::DefaultMma<
       typename Arch::Element, Row, kAlignment, typename Arch::Element, Column, kAlignment, float, Row, typename Arch::OpClass,
-      typename Arch::ArchTag, Shape, WarpShape, typename Arch::Instruction, kStages, typename Arch::Operator>::ThreadblockMma;
+      typename Arch::ArchTag, Shape, WarpShape, typename Arch::Instruction, kStages, typename Arch::StreamedOperator>::ThreadblockMma;
 };
 template <typename T, typename Shape, typename WarpShape, int kStages, int kAlignment>
 struct StreamedMmaOf<Simt<T>, Shape, WarpShape, kStages, kAlignment> {
@@ -117,6 +117,13 @@ struct ForwardTraits {
                                                           LayoutB, float, Row, typename Arch::OpClass, Arch::kAsync ? 3 : 2,
                                                           typename Arch::Operator>;
 
+  // Accumulators of S and O live together during the first product; what is left of 255 registers decides whether its
+  // fragments can be loaded a step ahead.
+  static constexpr int kAccumulators = (Warp_::kM * (Warp_::kQkN + Warp_::kPvN)) / 32;
+  static constexpr int kQkAhead = kAccumulators < 160 && !Arch::kSplitFp32 ? 1 : 0;
+  static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
+
+
   // S = Q K^T
   static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
   using QkShape = Gemm<kTileM, kTileN, kQkStep>;
@@ -135,7 +142,7 @@ struct ForwardTraits {
     static_assert(Arch::kAsync, "a resident query tile needs cp.async");
     static constexpr int kStages = Q::kMaxK / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
-    using Mma = ResidentMma<C, kStages>;
+    using Mma = ResidentMma<C, kStages, kQkAhead, Arch::kSplitFp32>;
     using Operator = typename Mma::Operator;
     template <typename ThreadMap>
     using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
@@ -151,11 +158,12 @@ struct ForwardTraits {
   // O += P V
   static constexpr int kPvStep = kTileN < Arch::kPvStep ? kTileN : Arch::kPvStep;
   static constexpr int kPvStages = kTileN / kPvStep;
+  static_assert(kTileN % kPvStep == 0, "stages of P and V must fill the key block");
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
-  using PvMma = ResidentMma<PvCore, kPvStages>;
+  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32>;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
-  static_assert(CoordO::kRows == CoordS::kRows, "both products must give a lane the same rows");
+  static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap, "both products must give a lane the same rows");
   using ValueLoaderBase =
       TileLoaderBase<Element, typename PvCore::IteratorThreadMapB, kPvStages, StageAlong::kRows, kPvStep, kAlignment>;
   using ValueLoader = std::conditional_t<Arch::kAsync, AsyncTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>,
@@ -163,23 +171,32 @@ struct ForwardTraits {
   using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
 
   // Output
-  static constexpr int kPerStore = kAlignment == 1 || Arch::kSimt ? 1 : 16 / int(sizeof(Element));
-  using StockEpilogue =
-      typename EpilogueOf<Arch, Gemm<kTileM, kValueTile, kPvStep>, typename PvMma::Operator, kPerStore>::Type;
-  using OutputIterator = typename StockEpilogue::OutputTileIterator;
+  // Elements in one store. CUTLASS's thread map spreads a row over accesses of 256 bytes: 16-byte accesses need a tile that
+  // is a multiple of that wide, others (320 columns of 16 bits) take 4-byte ones.
+  static constexpr bool kWholeRows = kValueTile * int(sizeof(Element)) % 256 == 0 || kValueTile * int(sizeof(Element)) < 256;
+  static constexpr int kPerStore = kAlignment == 1 || Arch::kSimt ? 1 : (kWholeRows ? 16 : 4) / int(sizeof(Element));
+  using OutputShape = Gemm<kTileM, kValueTile, kPvStep>;
+  using Parts = EpilogueOf<Arch, OutputShape, typename PvMma::Operator, kPerStore>;
+  using OutputIterator = typename Parts::OutputTileIterator;
   using SourceIterator = cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
   using Source = std::conditional_t<Output::kInMemory, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
-  using Epilogue = typename cutlass::epilogue::threadblock::EpilogueWithVisitorFromExistingEpilogue<Visitor, StockEpilogue>::Epilogue;
+  using Epilogue = cutlass::epilogue::threadblock::EpilogueWithVisitor<
+      Visitor, OutputShape, typename PvMma::Operator, 1, typename Parts::AccumulatorFragmentIterator,
+      typename Parts::WarpTileIterator, typename Parts::SharedLoadIterator, typename Parts::Padding>;
   static_assert(!Output::kInMemory || std::is_same<Element, float>::value, "the output is the accumulator: it must be fp32");
 
   using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
 
-  struct Scratch {
-    float row_max[kWarpsN][kTileM];   // exchanged between the warps of a row
-    float row_sum[kWarpsN][kTileM];
-    float scale[kTileM];              // epilogue: factor of the accumulators
+  struct Empty {};
+  struct SourceScale {
     float source_scale[kTileM];       // epilogue: factor of what the output already holds
+  };
+  struct Scratch : std::conditional_t<Output::kInMemory, SourceScale, Empty> {
+    float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
+    float scale[kTileM];              // epilogue: factor of the accumulators
+    Element* out;                     // kept here, not in registers, until the epilogue
+    float* lse;
   };
   struct SharedStorage {
     union {
@@ -187,7 +204,6 @@ struct ForwardTraits {
       typename Epilogue::SharedStorage last_epilogue;  // after the last key block
     };
     typename PvMma::Base::SharedStorage pv;
-    struct Empty {};
     std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage, Empty> epilogue;  // between key blocks
     Scratch scratch;
   };
