@@ -62,6 +62,11 @@ _scalar_codes = {
 }  # DType of csrc/params.h
 
 
+def forced_variant() -> str:
+    """The kernel every GPU call must run, from the environment; empty: none."""
+    return os.environ.get("MEMEFF_FORCE_VARIANT", "")
+
+
 def _launch_first(*args: Any) -> Failure | None:
     """Replaces itself, on the first launch, by what this installation launches with."""
     global _launch
@@ -128,7 +133,7 @@ def _forward_cuda(
     else:
         lse = lse_or_none = query.new_empty(lse_shape(query), dtype=torch.float32)
     if not variant and _FORCED in _environ:
-        variant = os.fsdecode(_environ[_FORCED])
+        variant = forced_variant()
     stream = _stream_of(query.get_device())
     failure = _launch(
         query, key, value, attn_bias, out, lse_or_none, scale, causal, tf32, variant, stream
