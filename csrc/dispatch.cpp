@@ -116,7 +116,8 @@ constexpr Rule kRules[] = {
        return (k.max_m == 0 && k.max_blocks_per_sm == 0) || few_queries || small_grid;
      },
      [](const KernelRow& k, const Request& r) {
-       return "is chosen for M up to " + to_string(k.max_m) + " or grids that larger tiles do not fill, M is " + to_string(r.queries);
+       return "is chosen for M up to " + to_string(k.max_m) + " or grids that larger tiles do not fill, M is " +
+              to_string(r.queries);
      }},
 };
 
@@ -167,8 +168,10 @@ std::string note(const KernelRow& row, const Request& r) {
   if (std::strcmp(row.arch, "simt") == 0)
     return "\n  note: sm_" + to_string(r.sm) + " has no tensor-core path for " + dtype_name(r.dtype) +
            " in this library; SIMT computes in fp32, slower";
-  if (row.alignment < r.alignment || r.alignment >= 4 || row.alignment > 1) return "";
-  return "\n  note: unaligned sizes, strides or addresses; multiples of 8 elements (fp32: 4) run faster";
+  const int32_t best = r.dtype == DType::kF32 ? 4 : 8;  // elements in 16 bytes
+  if (row.alignment > 1 || r.alignment >= best) return "";
+  return "\n  note: addresses, strides, K and Kv share only " + to_string(r.alignment) + " elements of alignment; " +
+         to_string(best) + " run faster";
 }
 
 std::string others(const KernelRow* chosen, const Request& request) {

@@ -28,6 +28,8 @@ ROWS_FILE = CSRC / "kernels_rows.py"
 ARCH_MINIMUM = {"sm70": 70, "sm75": 75, "sm80": 80, "sm90": 90, "simt": 70}
 # Sub-families of arch-specific features (wgmma): they need the "a" target, run on that arch alone.
 ARCH_SPECIFIC = {"sm90"}
+# `register` is a keyword of C++; every other family's namespace is its name.
+NAMESPACES = {"register": "registers"}
 # A unit parses CUTLASS once (10 s) and holds few enough kernels to keep every core busy.
 ROWS_PER_UNIT = 2
 DTYPES = {"f16": "kF16", "bf16": "kBF16", "f32": "kF32"}
@@ -184,6 +186,7 @@ def unit_source(unit: Unit) -> str:
     for built in unit.rows:
         row = built.row
         name, traits = row.name, f"rows::{row.name}"
+        space = NAMESPACES.get(row.family, row.family)
         lines += ["namespace rows {", f"struct {name} : {row.traits} {{}};", "}  // namespace rows"]
         facts = {
             "kSmemBytes": row.smem_bytes,
@@ -196,7 +199,7 @@ def unit_source(unit: Unit) -> str:
             said = f"{name}: {member} is not the row's {value}"
             lines.append(f'static_assert({traits}::{member} == {value}, "{said}");')
         lines.append(f"Status launch_{name}(const ForwardParams& params, cudaStream_t stream) {{")
-        lines.append(f'  return {row.family}::launch_forward<{traits}>(params, stream, "{name}");')
+        lines.append(f'  return {space}::launch_forward<{traits}>(params, stream, "{name}");')
         lines.append("}")
     lines += ["}  // namespace memeff", ""]
     return "\n".join(lines)

@@ -1,0 +1,334 @@
+"""The compiled module's table; no GPU needed: the answers of a build with every row."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+_C = pytest.importorskip("memeff_attn._C", reason="memeff_attn is not compiled")
+
+ROOT = Path(__file__).resolve().parent.parent
+INVALID, UNSUPPORTED = 1, 2
+SMS = [70, 75, 80, 86, 89, 90, 100, 120]
+DTYPES = ["f16", "bf16", "f32"]
+ROWS: list[dict[str, Any]] = _C.variants()
+BY_NAME = {row["name"]: row for row in ROWS}
+FAMILIES = {(row["arch"], row["dtype"]) for row in ROWS}
+
+pytestmark = pytest.mark.skipif(not ROWS, reason="the variant list is empty")
+
+
+def kernels_py() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_kernels", ROOT / "csrc" / "kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def request(**fields: Any) -> dict[str, Any]:
+    base = {"sm": 80, "dtype": "f16", "B": 2, "M": 1024, "N": 1024, "H": 8, "K": 64, "Kv": 64}
+    return {**base, "alignment": 8, "has_bias": False, "any_build": True, **fields}
+
+
+def request_for(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """One that the row takes, at its own limits."""
+    return request(
+        sm=row["min_sm"],
+        smem_optin=1 << 20,  # rows of large tiles are for the largest GPUs of their range
+        dtype=row["dtype"],
+        math=row["math"],
+        K=row["max_k"] or 1024,
+        Kv=row["max_kv"] or 1024,
+        alignment=row["alignment"],
+        has_bias=row["bias"],
+        variant=row["name"],
+        **fields,
+    )
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["name"] for row in rows]
+
+
+def test_variants_are_the_list_in_its_order() -> None:
+    listed = kernels_py().load_rows()
+    assert names(ROWS) == names([{"name": row.name} for row in listed])
+    for row, told in zip(listed, ROWS, strict=True):
+        for field, value in told.items():
+            if field not in ("built", "built_archs"):
+                assert getattr(row, field) == value, (row.name, field)
+
+
+def test_built_rows_have_archs_and_others_have_none() -> None:
+    archs = set(_C.built_archs())
+    for row in ROWS:
+        assert row["built"] == bool(row["built_archs"])
+        assert {a.rstrip("a") for a in row["built_archs"]} <= {a.rstrip("a") for a in archs}
+    assert any(row["built"] for row in ROWS) == _C.is_cuda_build == (_C.cuda_version() != "none")
+
+
+@pytest.mark.parametrize("name", names(ROWS))
+def test_every_row_can_be_forced_within_its_limits(name: str) -> None:
+    row = BY_NAME[name]
+    assert _C.select(request_for(row)) == name
+    assert f"chosen: {name} (forced" in _C.explain(request_for(row))
+
+
+@pytest.mark.parametrize("name", names(ROWS))
+def test_a_forced_row_beyond_its_limits_says_why(name: str) -> None:
+    row = BY_NAME[name]
+    other = next(d for d in DTYPES if d != row["dtype"])
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"dtype": other}, f"takes {row['dtype']}, not {other}"),
+        ({"has_bias": not row["bias"]}, "bias"),
+        ({"smem_optin": 1}, "shared memory"),
+    ]
+    if row["max_k"]:
+        wrong.append(({"K": row["max_k"] + 1}, f"takes K up to {row['max_k']}, K is"))
+    if row["max_kv"]:
+        wrong.append(({"Kv": row["max_kv"] + 1}, f"takes Kv up to {row['max_kv']}, Kv is"))
+    if row["alignment"] > 1:
+        wrong.append(({"alignment": row["alignment"] // 2}, "in multiples of"))
+    if row["math"] == "tf32":
+        wrong.append(({"math": "ieee"}, "TF32"))
+    for fields, reason in wrong:
+        asked = {**request_for(row), **fields}
+        assert _C.select(asked) == ""
+        text = _C.explain(asked)
+        assert f"chosen: none; forced {name}" in text and reason in text
+
+
+def test_a_forced_row_ignores_the_archs_it_is_preferred_on() -> None:
+    for row in ROWS:
+        assert _C.select({**request_for(row), "sm": 90, "smem_optin": 1 << 20}) == row["name"]
+
+
+def test_an_unknown_name_is_said_to_be_unknown() -> None:
+    asked = request(variant="chained_sm99_f16_k64")
+    assert _C.select(asked) == ""
+    assert 'no kernel variant is named "chained_sm99_f16_k64"' in _C.explain(asked)
+
+
+@pytest.mark.parametrize("sm", SMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_choice_fits_and_is_the_first_that_does(sm: int, dtype: str) -> None:
+    sizes = [1, 8, 63, 64, 65, 128, 256, 384, 512, 513, 1024, 2048]
+    for k, kv, alignment, bias in itertools.product(sizes, sizes, (1, 2, 4, 8), (False, True)):
+        name = _C.select(
+            request(sm=sm, dtype=dtype, K=k, Kv=kv, alignment=alignment, has_bias=bias)
+        )
+        if not name:
+            continue
+        row = BY_NAME[name]
+        assert row["dtype"] == dtype and row["bias"] == bias and row["math"] == "ieee"
+        assert row["min_sm"] <= sm <= row["max_sm"]
+        assert row["max_k"] in (0, max(k, row["max_k"])) and row["max_kv"] in (
+            0,
+            max(kv, row["max_kv"]),
+        )
+        assert alignment % row["alignment"] == 0
+
+
+@pytest.mark.parametrize("sm", SMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_size_alignment_and_bias_has_a_kernel(sm: int, dtype: str) -> None:
+    """The contract: any K and Kv, any alignment, any dtype, on every GPU from sm_70 on."""
+    none = [
+        (k, kv, alignment, bias)
+        for k, kv in [
+            (1, 1),
+            (7, 9),
+            (64, 64),
+            (128, 64),
+            (96, 200),
+            (256, 256),
+            (640, 64),
+            (64, 2050),
+        ]
+        for alignment in (1, 2, 4, 8)
+        for bias in (False, True)
+        if not _C.select(
+            request(sm=sm, dtype=dtype, K=k, Kv=kv, alignment=alignment, has_bias=bias)
+        )
+    ]
+    assert none == []
+
+
+def test_tf32_rows_run_only_when_allowed() -> None:
+    for sm, bias in itertools.product(SMS, (False, True)):
+        strict = _C.select(request(sm=sm, dtype="f32", has_bias=bias, alignment=4))
+        loose = _C.select(request(sm=sm, dtype="f32", has_bias=bias, alignment=4, math="tf32"))
+        if strict:
+            assert BY_NAME[strict]["math"] == "ieee" and loose
+    asked = request(sm=90, dtype="f32", alignment=4, math="tf32")
+    if any(row["math"] == "tf32" for row in ROWS):
+        assert BY_NAME[_C.select(asked)]["math"] == "tf32"
+
+
+@pytest.mark.skipif(("simt", "bf16") not in FAMILIES, reason="no SIMT bf16 row in the list")
+@pytest.mark.parametrize("sm", [70, 75])
+def test_bf16_before_sm80_says_what_it_costs(sm: int) -> None:
+    text = _C.explain(request(sm=sm, dtype="bf16"))
+    assert f"sm_{sm} has no tensor-core path for bf16" in text and "slower" in text
+    assert f"is for sm_80 and newer, the GPU is sm_{sm}" in text
+
+
+def test_an_old_gpu_has_no_kernel_and_says_so() -> None:
+    text = _C.explain(request(sm=61, dtype="bf16"))
+    assert "chosen: none; no kernel takes bf16 on sm_61" in text
+
+
+def test_explain_names_every_row_or_counts_it() -> None:
+    text = _C.explain(request())
+    shown = sum(row["name"] in text for row in ROWS)
+    assert "chosen: " in text and shown >= min(len(ROWS), 4)
+    assert len(text.splitlines()) < 40
+
+
+def test_a_request_refuses_unknown_fields_and_dtypes() -> None:
+    with pytest.raises(KeyError, match="heads"):
+        _C.select(request(heads=3))
+    with pytest.raises(ValueError, match="f64"):
+        _C.select(request(dtype="f64"))
+
+
+def test_without_its_code_a_gpu_is_told_the_arch_to_build() -> None:
+    if not _C.is_cuda_build:
+        pytest.skip("a host-only build answers for every GPU")
+    built = {a.split("_")[1] for a in _C.built_archs()}
+    if "70" in built or "75" in built:
+        pytest.skip("this build has code for old GPUs")
+    asked = request(sm=70, any_build=False)
+    assert _C.select(asked) == ""
+    assert "no code for sm_70" in _C.explain(asked) and "MEMEFF_CUDA_ARCHS=70" in _C.explain(asked)
+
+
+# ---- forward(): what the binding checks before any launch; CPU tensors are enough ----
+
+
+def call(
+    q: Any, k: Any, v: Any, bias: Any = None, lse: Any = None, out: Any = None, **kw: Any
+) -> Any:
+    if out is None:
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    tensors = (q, k, v, bias, out, lse)
+    rest = (1.0, kw.get("causal", 0), False, kw.get("variant", ""), 0)
+    answer = _C.forward(*tensors, *rest)
+    codes = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.bool: 3}
+    scalars = [
+        None if t is None else (t.data_ptr(), codes.get(t.dtype, -1), tuple(t.shape), t.stride())
+        for t in tensors
+    ]
+    assert _C.forward_scalars(*scalars, *rest, -1) == answer
+    return answer
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+def qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    return {"q": half(*q), "k": half(*k), "v": half(*v), **more}
+
+
+def small(**more: Any) -> dict[str, Any]:
+    return {**qkv((2, 5, 8), (2, 7, 8), (2, 7, 8)), **more}
+
+
+exchange = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason=f"torch {torch.__version__} has no DLPack C exchange API",
+)
+ZEROS = torch.zeros
+GROUPED = ((2, 5, 4, 64), (2, 7, 2, 64), (2, 7, 2, 8))
+ONE_KV_HEAD = ((2, 5, 4, 64), (2, 7, 1, 64), (2, 7, 1, 8))
+GROUPS = ((2, 5, 3, 2, 8), (2, 7, 3, 2, 8), (2, 7, 3, 2, 8))
+
+
+@exchange
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        qkv((2, 5, 64), (2, 7, 64), (2, 7, 32), lse=ZEROS(2, 1, 5)),
+        qkv((2, 5, 4, 64), (2, 7, 4, 64), (2, 7, 4, 64)),
+        qkv(*GROUPED, lse=ZEROS(2, 4, 5)),
+        qkv(*ONE_KV_HEAD, bias=half(1, 4, 1, 7)),
+        qkv(*GROUPS, lse=ZEROS(2, 3, 2, 5), bias=ZEROS(1, 3, 1, 5, 7)),
+        {**qkv(*GROUPS), "k": half(2, 7, 3, 1, 8).expand(2, 7, 3, 2, 8)},
+        small(bias=ZEROS(2, 5, 7).bool(), causal=2),
+        small(q=half(2, 5, 8).requires_grad_()),
+    ],
+)
+def test_valid_inputs_pass_every_check_but_that_of_the_device(arguments: dict[str, Any]) -> None:
+    code, message = call(**arguments)
+    if _C.is_cuda_build:
+        assert (code, message) == (INVALID, "a tensor is not on a CUDA device")
+    else:
+        assert code == UNSUPPORTED and "host-only" in message
+
+
+@exchange
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (qkv((5, 64), (7, 64), (7, 64)), "rank 2, not 3, 4 or 5"),
+        (qkv((2, 5, 4, 64), (2, 7, 3, 64), (2, 7, 3, 64)), "do not divide"),
+        (qkv((2, 5, 64), (2, 7, 32), (2, 7, 64)), "key has shape [2, 7, 32]"),
+        (qkv((2, 5, 64), (2, 7, 64), (2, 6, 64)), "value has shape [2, 6, 64]"),
+        (qkv((2, 5, 64), (3, 7, 64), (3, 7, 64)), "expected [2, 7, 64]"),
+        (small(k=ZEROS(2, 7, 8)), "another dtype"),
+        (small(q=ZEROS(2, 5, 8).double()), "float16, bfloat16 or float32"),
+        (small(v=half(2, 8, 7).mT), "last stride 7"),
+        (small(q=half(2, 0, 8)), "is empty"),
+        (small(bias=half(2, 5, 6)), "attn_bias has shape"),
+        (small(bias=ZEROS(2, 5, 7).int()), "attn_bias has a dtype"),
+        (small(lse=ZEROS(2, 5)), "lse has shape"),
+        (small(lse=half(2, 1, 5)), "lse is not float32"),
+        (small(out=half(2, 5, 9)), "out has shape"),
+        (small(causal=3), "causal is 3"),
+    ],
+)
+def test_invalid_inputs_are_named(arguments: dict[str, Any], message: str) -> None:
+    code, text = call(**arguments)
+    assert code == INVALID and message in text
+
+
+def test_an_object_that_is_no_tensor_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="__dlpack_c_exchange_api__"):
+        _C.forward(1, 2, 3, None, 4, None, 1.0, 0, False, "", 0)
+
+
+def test_the_module_loads_without_torch_and_without_a_cuda_driver() -> None:
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_C", {_C.__file__!r})
+c = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(c)
+c.variants(), c.built_archs(), c.explain(dict(sm=90, dtype="f16"))
+maps = open("/proc/self/maps").read()
+assert "libcuda" not in maps and "libtorch" not in maps, maps
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_device_info_without_a_gpu_says_why() -> None:
+    if torch.cuda.is_available() and _C.is_cuda_build:
+        assert _C.device_info(0)["sm"] >= 70
+    else:
+        with pytest.raises(RuntimeError, match=r"host-only|cudaDeviceGetAttribute"):
+            _C.device_info(0)
