@@ -38,7 +38,6 @@ def cost(call: Callable[[], object], wait: Callable[[], object]) -> tuple[float,
 def pieces(device: str) -> dict[str, Callable[[], Any]]:
     """{what: call}. Later lines are parts of the first."""
     import memeff_attn
-    from memeff_attn import _C
 
     dtype = torch.float16 if device == "cuda" else torch.float32
     q, k, v = (torch.randn(SHAPE, dtype=dtype, device=device) for _ in range(3))
@@ -50,6 +49,8 @@ def pieces(device: str) -> dict[str, Callable[[], Any]]:
         "  torch.ops.memeff_attn.forward": lambda: op(q, k, v, None, scale, 0, False, False, ""),
     }
     if device == "cuda":
+        from memeff_attn import _C
+
         out = torch.empty_like(q)
         stream = torch.cuda.current_stream().cuda_stream
         found["    _C.forward"] = lambda: _C.forward(

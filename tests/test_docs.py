@@ -1,0 +1,133 @@
+"""The documentation is true: its code runs, links and files exist, numbers are committed ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+for folder in (str(ROOT), str(ROOT / "csrc")):
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+from bench import report  # noqa: E402
+
+README = ROOT / "README.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+CODE = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+FIGURE = re.compile(r"\d(?:\.\d+)?\s?(?:×|x faster|TFLOP/s|TB/s|GB/s|µs|us\b|ms\b)")
+PARTS = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "86": 86, "89": 89, "sm_90": 90}
+DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
+
+
+@pytest.mark.parametrize("code", CODE, ids=[f"block{i}" for i in range(len(CODE))])
+def test_readme_code_runs(code: str) -> None:
+    if "sm_70" in code:
+        from memeff_attn import dispatch
+
+        if dispatch.native()[0] is None:
+            pytest.skip(f"needs the compiled module: {dispatch.native()[1]}")
+    exec(compile(code, str(README), "exec"), {})
+
+
+def test_readme_has_the_short_use() -> None:
+    lines = [line for line in CODE[0].splitlines() if line.strip()]
+    assert len(lines) <= 5
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_exist(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        to = (path.parent / file).resolve() if file else path
+        assert to.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in anchors(to), f"{path.name} links to {target}"
+
+
+def test_map_of_the_code_is_complete() -> None:
+    """Every file of csrc stands in the map of docs/design.md, and the map names no other."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    drawn = text.split("## Map")[1].split("```")[1].split("memeff_attn/")[0]
+    named: set[str] = set()
+    folder = ""
+    for line in drawn.splitlines():
+        if not (match := re.match(r"( *)([\w./]+)", line)) or line.startswith("csrc"):
+            continue
+        depth, name = len(match[1]), match[2]
+        if name.endswith("/"):
+            folder = name if depth == 2 else folder
+            named.add(name)
+            continue
+        stem, _, ends = name.partition(".")
+        prefix = folder if depth == 4 else ""
+        named |= {f"{prefix}{stem}.{end.strip('./')}" for end in ends.split("/")}
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.suffix not in (".h", ".cpp", ".py", ".cu", ".cuh"):
+            continue
+        relative = path.relative_to(ROOT / "csrc").as_posix()
+        assert relative in named or relative.startswith("common/"), f"{relative} is not in the map"
+    missing = [n for n in named if not (ROOT / "csrc" / n).exists()]
+    assert not missing, f"the map names {missing}"
+
+
+def variants() -> list[Any]:
+    try:
+        from kernels_rows import VARIANTS
+    except ImportError as error:
+        pytest.skip(f"no variant list yet: {error}")
+    return list(VARIANTS)
+
+
+def test_support_matrix_is_that_of_the_variant_list() -> None:
+    rows = variants()
+    table = README.read_text().split("<!-- support:begin -->")[1].split("<!-- support:end -->")[0]
+    lines = [[c.strip() for c in x.strip("| ").split("|")] for x in table.strip().splitlines()]
+    head, *body = (line for line in lines if not line[0].startswith("---"))
+    seen = set()
+    for gpu, *cells in body:
+        for part in (n for word, n in PARTS.items() if re.search(rf"\b{word}\b", gpu)):
+            for dtype, cell in zip(head[1:], cells, strict=True):
+                seen.add(part)
+                fitting = [
+                    r
+                    for r in rows
+                    if r.dtype == DTYPES[dtype]
+                    and r.min_sm <= part <= r.max_sm
+                    and r.math == "ieee"
+                ]
+                whole = [r for r in fitting if r.alignment == 1 and r.max_k == 0]
+                assert {r.bias for r in whole} == {True, False}, (
+                    f"{dtype} on sm_{part}: any K, bias"
+                )
+                kinds = {"SIMT" if r.arch == "simt" else "tensor cores" for r in fitting}
+                best = "tensor cores" if "tensor cores" in kinds else "SIMT"
+                assert cell == best, f"{dtype} on sm_{part} is {best}"
+    assert seen == set(PARTS.values())
+
+
+def test_readme_numbers_are_the_committed_results() -> None:
+    text = README.read_text()
+    before, rest = text.split(report.BEGIN)
+    block, after = rest.split(report.END)
+    assert block.strip() == report.readme_block(), "stale table: run `python -m bench readme`"
+    loose = FIGURE.findall(before + after)
+    assert not loose, f"figures outside the checked table: {loose}"
+    if not report.committed():
+        pytest.skip("no results are committed, so there is no number to compare")
+
+
+def test_no_document_names_this_machine() -> None:
+    for path in [*DOCUMENTS, *(ROOT / "bench").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        assert "/work/" not in path.read_text(), f"{path} names a path of one machine"
