@@ -1,12 +1,13 @@
 # make test          sets up a virtual environment and runs the whole suite
 # make demo          the main job on real input: a sentence model on memory_efficient_attention
 # Variables: PYTHON (interpreter of the environment), TORCH (pip requirement), VENV (its folder), MODEL (demo: a model's folder),
-# ARGS (passed on to pytest, the demo, the record or the benchmark). Archs and nvcc: see CONTRIBUTING.md.
+# TESTS (files of `make test`), ARGS (passed on to pytest, the demo, the record or the benchmark). Archs and nvcc: see CONTRIBUTING.md.
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
 MODEL ?=
 ARGS ?=
+TESTS ?= tests
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
@@ -31,7 +32,7 @@ $(INSTALLED): $(SOURCES) | $(BIN)/python
 	touch $@
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
 demo: $(INSTALLED)
 	$(PIP) 'transformers>=4.40'

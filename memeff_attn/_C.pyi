@@ -27,7 +27,7 @@ class DeviceInfo(TypedDict):
     sm_count: int
     name: str
 
-# (address, dtype code, shape, strides in elements); dtype codes: 0 float16, 1 bfloat16, 2 float32, 3 bool
+# (address, dtype, shape, strides in elements); dtype: 0 float16, 1 bfloat16, 2 float32, 3 bool
 Scalars = tuple[int, int, list[int] | tuple[int, ...], list[int] | tuple[int, ...]]
 
 source_hash: str
