@@ -119,14 +119,17 @@ class Attention:
         return torch.where(attention_mask.bool(), zero, -torch.inf)[:, None, None, :]
 
 
-def load(path: Path, device: torch.device, dtype: torch.dtype, implementation: str) -> Any:
+def load(
+    path: Path, device: torch.device, dtype: torch.dtype, implementation: str, wide: Any = None
+) -> Any:
+    """The model with weights rounded to dtype, computing in dtype, or in `wide` on those weights."""
     from transformers import AutoModel
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = AutoModel.from_pretrained(path, attn_implementation=implementation)
-    return model.to(device=device, dtype=dtype).eval()
+    return model.to(device=device, dtype=dtype).to(wide or dtype).eval()
 
 
 def embed(model: Any, tokens: dict[str, Tensor]) -> Tensor:
@@ -276,9 +279,9 @@ def demo(path: Path, device: torch.device, dtype: torch.dtype) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokens = tokenizer(list(SENTENCES), padding=True, return_tensors="pt").to(device)
     progress.step("tokens")
-    exact = embed(load(path, device, torch.float64, "eager"), tokens)
+    exact = embed(load(path, device, dtype, "eager", torch.float64), tokens)
     progress.step("the model in fp64")
-    wide = embed(load(path, device, torch.float32, "eager"), tokens)
+    wide = embed(load(path, device, dtype, "eager", torch.float32), tokens)
     progress.step("the model in fp32")
     own = embed(load(path, device, dtype, "eager"), tokens) if dtype != torch.float32 else wide
     progress.step("the model's own attention")
