@@ -122,7 +122,7 @@ class Attention:
 def load(
     path: Path, device: torch.device, dtype: torch.dtype, implementation: str, wide: Any = None
 ) -> Any:
-    """The model with weights rounded to dtype, computing in dtype, or in `wide` on those weights."""
+    """The model with weights rounded to dtype, computing in dtype or, on those weights, in wide."""
     from transformers import AutoModel
     from transformers.utils import logging
 

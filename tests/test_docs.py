@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,11 @@ def test_readme_numbers_are_the_committed_results() -> None:
 def test_no_document_names_this_machine() -> None:
     for path in [*DOCUMENTS, *(ROOT / "bench").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
         assert "/work/" not in path.read_text(), f"{path} names a path of one machine"
+
+
+def test_demo_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--device", "cpu", "--model"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert f"expected a model folder with config.json, got {tmp_path}" in done.stderr
+    assert "Traceback" not in done.stderr
