@@ -36,6 +36,8 @@ def problems(
     """
     head = content.get("meta", {})
     found = [f"meta lacks '{f}'" for f in META if f not in head]
+    if head.get("stale"):
+        found.append("the compiled module was built from other sources: build again, then time")
     if "sm" not in head:
         return found
     rows = {shapes.key(r): r for r in content.get("rows", ())}

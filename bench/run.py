@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from bench import oracle, report, shapes
 from bench.timing import Progress, Timer, peak_mib
 
 SEED = 20
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def gpu_folder(name: str) -> str:
@@ -37,6 +37,12 @@ def nvidia_smi(fields: str) -> str:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def hash_of_sources() -> str:
+    """What _C.source_hash would be if it were built now; csrc/kernels.py computes both."""
+    command = [sys.executable, str(ROOT / "csrc" / "kernels.py"), "--hash"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -65,6 +71,7 @@ def meta() -> dict[str, Any]:
         "clocks": nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,power.limit"),
         "versions": versions(),
         "source_hash": _C.source_hash,
+        "stale": _C.source_hash != hash_of_sources(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "how": "CUDA events, L2 flushed, medians, backends interleaved, normal data, BMHK tensors",
     }
@@ -174,8 +181,3 @@ def run(
     print(report.wrong(everything), end="")
     print(report.summary(everything))
     return int(status)
-
-
-def load(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

@@ -70,6 +70,7 @@ def test_result_file_must_be_complete(name: str) -> None:
         rows = [r for i, r in enumerate(whole["rows"]) if i != dropped]
         found = report.problems({**whole, "rows": rows}, name)
         assert len(found) == 1 and whole["rows"][dropped]["backend"] in found[0]
+    assert report.problems({**whole, "meta": {**whole["meta"], "stale": True}}, name)
     for field in report.META:
         less = {f: v for f, v in whole["meta"].items() if f != field}
         assert report.problems({**whole, "meta": less}, name)
