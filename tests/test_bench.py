@@ -232,6 +232,24 @@ def test_run_writes_a_complete_file(
     assert [p.name for p in (cpu_run / "short").iterdir()] == ["clients.partial.json"]
 
 
+def test_run_keeps_what_it_has_when_cuda_fails(
+    cpu_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench import run
+
+    whole = run.run_cell
+
+    def fails_later(cell: shapes.Cell, *args: object) -> list:
+        if cell.causal:
+            raise RuntimeError("CUDA error: illegal address")
+        return whole(cell, *args)
+
+    monkeypatch.setattr(run, "run_cell", fails_later)
+    assert main(["run", "--set", "clients", "--out", str(cpu_run)]) == 1
+    assert len(report.rows_of(cpu_run / "clients.partial.json")) == len(backends.DEFAULT)
+    assert "illegal address" in capsys.readouterr().out
+
+
 def test_run_says_what_is_wrong(cpu_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ",".join([*backends.DEFAULT, "memeff-wrong"])
     assert main(["run", "--set", "clients", "--out", str(cpu_run), "--backends", names]) == 1
