@@ -270,6 +270,10 @@ def show_growth(device: torch.device, dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def demo(path: Path, device: torch.device, dtype: torch.dtype) -> list[str]:
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:  # BERT asks for its attention by name
+        raise SystemExit(f"demo: needs transformers 5 or newer, got {transformers.__version__}")
     from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
 
     progress = Progress(5, "demo")
@@ -288,6 +292,8 @@ def demo(path: Path, device: torch.device, dtype: torch.dtype) -> list[str]:
     mine = embed(load(path, device, dtype, "memeff"), tokens)
     progress.step("memory_efficient_attention")
 
+    if not attention.calls:
+        raise SystemExit(f"demo: the model in {path} did not call the attention it was given")
     count, longest = tokens["input_ids"].shape
     name = "/".join(path.parts[-2:])
     print(f"\n{name}: {count} sentences padded to {longest} tokens, {dtype}, {device}")
