@@ -1,8 +1,9 @@
-"""THE variant list: every kernel of the library, in order of preference. kernels.py reads it and is its only user.
+"""THE variant list: every kernel of the library, in order of preference.
 
-To change a tile, change its row; to add a kernel, add one. Each row states its shared memory; a static_assert in the
-generated unit compares it with what the traits derive (`python csrc/kernels_rows.py` prints the list). Why each tile is
-what it is: docs/performance.md.
+kernels.py reads it and is its only user. To change a tile, change its row; to add a kernel, add
+one. Each row states its shared memory; a static_assert in the generated unit compares it with what
+the traits derive (`python csrc/kernels_rows.py` prints the list). Why each tile is what it is:
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Shape:
     suffix: str
     tile: tuple[int, int, int]  # queries, keys, value columns
     warp: tuple[int, int, int]  # queries, keys of S, value columns of O
-    qk: str  # "resident:K" keeps the query tile in shared memory, "streamed:S" has S pipeline stages
+    qk: str  # "resident:K": the query tile stays in shared memory; "streamed:S": S pipeline stages
     smem: int
     max_kv: int = 0
     alignment: int = 0  # 0: 16 bytes
@@ -61,7 +62,12 @@ NO_BIAS = (False,)
 
 
 def variants(
-    shapes: list[Shape], arch: str, cpp_arch: str, dtype: str, sms: tuple[int, int], math: str = "ieee"
+    shapes: list[Shape],
+    arch: str,
+    cpp_arch: str,
+    dtype: str,
+    sms: tuple[int, int],
+    math: str = "ieee",
 ) -> Iterator[Variant]:
     """The rows of a list of shapes: one without and one with a bias each, as the shape says."""
     for shape in shapes:
@@ -71,9 +77,19 @@ def variants(
         alignment = shape.alignment or 16 // BYTES[dtype]
         warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])
         for bias in shape.bias:
-            name = f"chained_{arch}_{dtype}{'_tf32' if math == 'tf32' else ''}_{shape.suffix}{'_bias' if bias else ''}"
+            arguments = [
+                f"chained::{cpp_arch}",
+                f"chained::Tile<{', '.join(map(str, shape.tile))}>",
+                f"chained::Warp<{', '.join(map(str, shape.warp))}>",
+                qk,
+                f"chained::{output}",
+                str(alignment),
+                f"chained::{'TensorBias' if bias else 'NoBias'}",
+                str(shape.blocks),
+            ]
+            parts = ["chained", arch, dtype, "tf32" * (math == "tf32"), shape.suffix, "bias" * bias]
             yield Variant(
-                name=name,
+                name="_".join(filter(None, parts)),
                 family="chained",
                 arch=arch,
                 dtype=dtype,
@@ -89,47 +105,116 @@ def variants(
                 smem_bytes=shape.smem,
                 min_sm=sms[0],
                 max_sm=sms[1],
-                traits=(
-                    f"chained::ForwardTraits<chained::{cpp_arch}, chained::Tile<{', '.join(map(str, shape.tile))}>, "
-                    f"chained::Warp<{', '.join(map(str, shape.warp))}>, {qk}, chained::{output}, {alignment}, "
-                    f"chained::{'TensorBias' if bias else 'NoBias'}, {shape.blocks}>"
-                ),
+                traits=f"chained::ForwardTraits<{', '.join(arguments)}>",
                 max_m=shape.max_m,
                 max_blocks_per_sm=shape.max_blocks_per_sm,
                 allow_spill=bias in shape.spills,
             )
 
 
-# Ampere and later, 16 bits. Resident rows: a warp owns whole rows (no exchange between warps). Blocks of 64 queries where 128
-# would be half empty or too few to fill the GPU.
+# Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
+# warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 SM80_16 = [
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=4, max_m=64, max_blocks_per_sm=4),
+    Shape(
+        "k32_m64",
+        (64, 64, 32),
+        (16, 64, 32),
+        "resident:32",
+        21024,
+        32,
+        blocks=4,
+        max_m=64,
+        max_blocks_per_sm=4,
+    ),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=3),
-    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33312, 64, blocks=3, max_m=64, max_blocks_per_sm=3),
+    Shape(
+        "k64_m64",
+        (64, 64, 64),
+        (16, 64, 64),
+        "resident:64",
+        33312,
+        64,
+        blocks=3,
+        max_m=64,
+        max_blocks_per_sm=3,
+    ),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2, max_m=64, max_blocks_per_sm=2),
-    Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 82976, 128, blocks=2, spills=NO_BIAS),
+    Shape(
+        "k128_m64",
+        (64, 64, 128),
+        (16, 64, 128),
+        "resident:128",
+        57888,
+        128,
+        blocks=2,
+        max_m=64,
+        max_blocks_per_sm=2,
+    ),
+    Shape(
+        "k128", (128, 64, 128), (32, 64, 128), "resident:128", 82976, 128, blocks=2, spills=NO_BIAS
+    ),
     Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107040, 256, blocks=2),
-    Shape("k320", (128, 64, 320), (16, 64, 320), "resident:320", 181280, 320, bias=NO_BIAS, spills=NO_BIAS),
+    Shape(
+        "k320",
+        (128, 64, 320),
+        (16, 64, 320),
+        "resident:320",
+        181280,
+        320,
+        bias=NO_BIAS,
+        spills=NO_BIAS,
+    ),
     Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189216, 384, bias=NO_BIAS),
-    Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222496, spills=BOTH),  # 227 KB: H100, H200
+    Shape(
+        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222496, spills=BOTH
+    ),  # 227 KB: H100, H200
     Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124192),  # fits 163 KB: A100
-    Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, spills=BOTH),  # fits 99 KB: sm86, sm89
+    Shape(
+        "v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, spills=BOTH
+    ),  # fits 99 KB: sm86, sm89
 ]
 SM80_16_UNALIGNED = [
-    Shape("unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 58144, alignment=1, blocks=2, spills=BOTH),
+    Shape(
+        "unaligned",
+        (64, 64, 128),
+        (32, 32, 64),
+        "streamed:2",
+        58144,
+        alignment=1,
+        blocks=2,
+        spills=BOTH,
+    ),
 ]
 # Ampere and later, fp32 (3xTF32) and TF32.
 SM80_F32 = [
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 66592, 32, blocks=2, spills=BOTH),
     Shape("k64", (64, 64, 64), (32, 32, 32), "resident:64", 66336, 64, blocks=2, spills=BOTH),
-    Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90656, 96, blocks=2, bias=NO_BIAS, spills=NO_BIAS),
+    Shape(
+        "k96",
+        (64, 64, 96),
+        (16, 64, 96),
+        "resident:96",
+        90656,
+        96,
+        blocks=2,
+        bias=NO_BIAS,
+        spills=NO_BIAS,
+    ),
     Shape("k128", (64, 64, 128), (32, 32, 64), "resident:128", 115488, 128, blocks=2, spills=BOTH),
     Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214304, 256, spills=BOTH),
     Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 87568, in_memory=True, spills=BOTH),
-    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 87568, alignment=1, in_memory=True, spills=BOTH),
+    Shape(
+        "unaligned",
+        (64, 64, 64),
+        (32, 32, 32),
+        "streamed:3",
+        87568,
+        alignment=1,
+        in_memory=True,
+        spills=BOTH,
+    ),
 ]
-# Turing (64 KB a block): loads pass through registers, the first product streams, so that K is free.
+# Turing (64 KB a block): loads pass through registers, the first product streams: K is free.
 SM75 = [
     Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, 64, blocks=2),
     Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 41760, blocks=2),
@@ -163,4 +248,5 @@ VARIANTS: list[Variant] = [
 
 if __name__ == "__main__":
     for row in VARIANTS:
-        print(f"{row.name:40} {row.tile_m:4} {row.tile_n:4} {row.value_tile:4} {row.threads:4} {row.smem_bytes:7}")
+        tile = f"{row.tile_m}x{row.tile_n}x{row.value_tile}"
+        print(f"{row.name:40} {tile:12} {row.threads:4} threads {row.smem_bytes:7} bytes")

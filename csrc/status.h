@@ -21,10 +21,10 @@ struct Status {
 }  // namespace memeff
 
 // Returns a Status that names the call, the kernel and its launch from the enclosing function when `call` fails.
-#define MEMEFF_CUDA_CHECK(call, where)                                                                       \
-  do {                                                                                                       \
-    const cudaError_t error_ = (call);                                                                       \
-    if (error_ != cudaSuccess)                                                                               \
-      return ::memeff::Status{::memeff::Code::kCuda,                                                         \
+#define MEMEFF_CUDA_CHECK(call, where)                                                                         \
+  do {                                                                                                         \
+    const cudaError_t error_ = (call);                                                                         \
+    if (error_ != cudaSuccess)                                                                                 \
+      return ::memeff::Status{::memeff::Code::kCuda,                                                           \
                               std::string(#call " failed in ") + (where) + ": " + cudaGetErrorString(error_)}; \
   } while (0)

@@ -19,8 +19,8 @@ struct AccCoord;
 
 // Turing and later: m16n8 instructions. A lane holds rows lane/4 and lane/4 + 8, columns 2 * (lane % 4) and the next.
 template <typename Shape, typename Element, typename Instruction, typename Delta>
-struct AccCoord<
-    cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor, Instruction, Delta>> {
+struct AccCoord<cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor,
+                                                                        Instruction, Delta>> {
   static constexpr int kTilesM = Shape::kRow / 16;
   static constexpr int kTilesN = Shape::kColumn / 8;
   static constexpr int kRows = 2 * kTilesM;
@@ -40,8 +40,8 @@ struct AccCoord<
 
 // Volta: quads of lanes compute interleaved 8x8 blocks; a warp tile is a grid of 32x32 super tiles.
 template <typename Shape, typename Element, typename Instruction, typename Delta>
-struct AccCoord<
-    cutlass::gemm::warp::MmaVoltaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor, Instruction, Delta>> {
+struct AccCoord<cutlass::gemm::warp::MmaVoltaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor,
+                                                                             Instruction, Delta>> {
   static constexpr int kTilesM = Shape::kRow / 32;
   static constexpr int kTilesN = Shape::kColumn / 32;
   static constexpr int kRows = 4 * kTilesM;
@@ -61,18 +61,18 @@ struct AccCoord<
     return (j >> 3) * 32 + ((j >> 2) & 1) * 4 + ((j >> 1) & 1) * 16 + (j & 1) + ((quad >> 1) & 1) * 8 + (lane & 2);
   }
   CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) {
-    return (((((j >> 3) * kTilesM + (i >> 2)) * 2 + ((j >> 2) & 1)) * 2 + ((i >> 1) & 1)) * 8) + ((j >> 1) & 1) * 4 + (i & 1) * 2 +
-           (j & 1);
+    return (((((j >> 3) * kTilesM + (i >> 2)) * 2 + ((j >> 2) & 1)) * 2 + ((i >> 1) & 1)) * 8) + ((j >> 1) & 1) * 4 +
+           (i & 1) * 2 + (j & 1);
   }
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) { return mask == 2 || mask == 8; }
 };
 
 // SIMT: lanes form a rectangle given by the policy; each owns LaneMmaShape blocks, repeated over the warp tile.
 template <typename Shape, typename Element, typename Policy, int kPartitionsK, int kGroup>
-struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element, cutlass::layout::RowMajor,
-                                                         Policy, kPartitionsK, kGroup>> {
-  using Iterator = cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element, cutlass::layout::RowMajor,
-                                                            Policy, kPartitionsK, kGroup>;
+struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element,
+                                                         cutlass::layout::RowMajor, Policy, kPartitionsK, kGroup>> {
+  using Iterator = cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element,
+                                                            cutlass::layout::RowMajor, Policy, kPartitionsK, kGroup>;
   using Iterations = typename Iterator::Iterations;
   using Delta = typename Iterator::Delta;
   static constexpr int kBlockM = Policy::LaneMmaShape::kM;
@@ -85,14 +85,17 @@ struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::O
   CUTLASS_DEVICE static cutlass::MatrixCoord lane_origin(int lane) {
     return Policy::get_lane_layout().inverse(lane) * cutlass::MatrixCoord(kBlockM, kBlockN);
   }
-  CUTLASS_DEVICE static int row(int lane, int i) { return (i / kBlockM) * Delta::kRow + i % kBlockM + lane_origin(lane).row(); }
+  CUTLASS_DEVICE static int row(int lane, int i) {
+    return (i / kBlockM) * Delta::kRow + i % kBlockM + lane_origin(lane).row();
+  }
   CUTLASS_DEVICE static int column(int lane, int j) {
     return (j / kBlockN) * Delta::kColumn + j % kBlockN + lane_origin(lane).column();
   }
   CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) {
     return j % kBlockN + kBlockN * (j / kBlockN + Iterations::kColumn * i);
   }
-  // Row-major-interleaved lanes: the low log2(interleave) bits and the bits above the lane rectangle's width choose rows.
+  // Row-major-interleaved lanes: the low log2(interleave) bits and the bits above the lane rectangle's width choose
+  // rows.
   static constexpr int kInterleave = Policy::LaneLayout::kInterleave;
   static constexpr int kRowMap = (kInterleave * 64 + Policy::WarpShape::kColumn) * 64 + kBlockM;
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) {

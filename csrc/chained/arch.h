@@ -50,7 +50,8 @@ template <bool kSplit>
 struct Sm80Float : Sm80<float> {
   using Instruction = Gemm<16, 8, 8>;
   // The stock streamed main loop splits by itself; ResidentMma does it with fewer instructions and smaller errors.
-  using StreamedOperator = std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
+  using StreamedOperator =
+      std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
   static constexpr int kQkStep = 32;
   static constexpr int kPvStep = 32;
   static constexpr bool kSplitFp32 = kSplit;
@@ -95,8 +96,8 @@ struct Simt : Sm75<T> {
 
 // The pieces of the epilogue that CUTLASS pairs with a warp-level operator. kPerAccess: output elements in one store.
 //
-// Tensor cores take the plain fp32 iterators for every output type: the ones DefaultEpilogueTensorOp picks for half with
-// eight elements a store are written for warp tiles up to 64 columns, and ours reach 320.
+// Tensor cores take the plain fp32 iterators for every output type: the ones DefaultEpilogueTensorOp picks for half
+// with eight elements a store are written for warp tiles up to 64 columns, and ours reach 320.
 template <typename Arch, typename Shape, typename WarpOperator, int kPerAccess, typename = void>
 struct EpilogueOf {  // tensor cores since Turing
   using Op = cutlass::epilogue::thread::LinearCombination<typename Arch::Element, kPerAccess, float, float>;
@@ -106,7 +107,8 @@ struct EpilogueOf {  // tensor cores since Turing
   using WarpTileIterator = cutlass::epilogue::warp::TileIteratorTensorOp<
       typename WarpOperator::Shape, typename WarpOperator::Policy::Operator::Shape, float, cutlass::layout::RowMajor>;
   using SharedLoadIterator =
-      cutlass::epilogue::threadblock::SharedLoadIterator<typename Stock::OutputTileThreadMap::CompactedThreadMap, float>;
+      cutlass::epilogue::threadblock::SharedLoadIterator<typename Stock::OutputTileThreadMap::CompactedThreadMap,
+                                                         float>;
   using Padding = typename Stock::Padding;
 };
 
@@ -121,8 +123,9 @@ struct EpilogueOf<Arch, Shape, WarpOperator, kPerAccess,
   };
   template <typename Dummy>
   struct Select<false, Dummy> {
-    using Type = typename cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOp<Shape, WarpOperator, 1, Op<kPerAccess>,
-                                                                                       kPerAccess>::Epilogue;
+    using Type =
+        typename cutlass::epilogue::threadblock::DefaultEpilogueVoltaTensorOp<Shape, WarpOperator, 1, Op<kPerAccess>,
+                                                                              kPerAccess>::Epilogue;
   };
   using Stock = typename Select<Arch::kSimt>::Type;
   using OutputTileIterator = typename Stock::OutputTileIterator;

@@ -7,8 +7,8 @@
 //   K(j+1) in flight     |                             |    mask, row maximum, P = 2^(..), P -> shared memory
 //   K(j+1) in flight     |     O = O * alpha + P V(j)  |
 //
-// with two barriers a key block where each warp owns whole rows (kWarpsN = 1), three otherwise. The streamed first product
-// (any K, every architecture) starts its pipeline for block j+1 while P V(j) runs.
+// with two barriers a key block where each warp owns whole rows (kWarpsN = 1), three otherwise. The streamed first
+// product (any K, every architecture) starts its pipeline for block j+1 while P V(j) runs.
 #pragma once
 
 #include "chained/traits.h"
@@ -50,12 +50,12 @@ struct ForwardBlock {
   SharedStorage& smem;
   Visibility see;
   int thread, warp, lane;
-  int warp_m, warp_n;   // this warp's place in the grid of warps
-  int row0;             // first query of the tile
-  int rows;             // valid queries of the tile
-  int value0, values;   // first column and valid columns of this block's values
-  int keys_end;         // keys that some row of the tile sees
-  int keys_unmasked;    // keys that every row of the tile sees
+  int warp_m, warp_n;  // this warp's place in the grid of warps
+  int row0;            // first query of the tile
+  int rows;            // valid queries of the tile
+  int value0, values;  // first column and valid columns of this block's values
+  int keys_end;        // keys that some row of the tile sees
+  int keys_unmasked;   // keys that every row of the tile sees
   Element const *query, *key, *value;
   BiasTile bias;
   State state;
@@ -107,7 +107,8 @@ struct ForwardBlock {
     return (lane & shared) == 0;
   }
 
-  // --- scores of one key block -> P in shared memory -------------------------------------------------------------------
+  // --- scores of one key block -> P in shared memory
+  // -------------------------------------------------------------------
 
   // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
   CUTLASS_DEVICE void finish_scores(FragmentS& s, int key0) const {
@@ -138,8 +139,8 @@ struct ForwardBlock {
     return alpha;
   }
 
-  // Row maxima of this warp's scores. Where other warps hold parts of the rows they are only published here; store_weights,
-  // after a barrier, takes them in.
+  // Row maxima of this warp's scores. Where other warps hold parts of the rows they are only published here;
+  // store_weights, after a barrier, takes them in.
   CUTLASS_DEVICE void find_maximum(FragmentS const& s, float (&alpha)[CoordS::kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
@@ -162,7 +163,8 @@ struct ForwardBlock {
       if (kExchange) {
         float max = negative_infinity();
         CUTLASS_PRAGMA_UNROLL
-        for (int n = 0; n < Traits::kWarpsN; ++n) max = fmaxf(max, smem.scratch.row_part[n][warp_row() + CoordS::row(lane, i)]);
+        for (int n = 0; n < Traits::kWarpsN; ++n)
+          max = fmaxf(max, smem.scratch.row_part[n][warp_row() + CoordS::row(lane, i)]);
         alpha[i] = raise_maximum(i, max);
       }
       const float reference = Exponent::reference(state.max[i], args.exponent);
@@ -179,7 +181,8 @@ struct ForwardBlock {
     Traits::ProbabilityStore::store(s, operand.data(), operand.layout(), warp_row(), warp_column(), lane);
   }
 
-  // --- second product ---------------------------------------------------------------------------------------------------
+  // --- second product
+  // ---------------------------------------------------------------------------------------------------
 
   CUTLASS_DEVICE void accumulate(FragmentO& o, PvMma const& pv, float const (&alpha)[CoordS::kRows], int depth) const {
     bool moved = false;
@@ -199,9 +202,11 @@ struct ForwardBlock {
     }
   }
 
-  // --- output -----------------------------------------------------------------------------------------------------------
+  // --- output
+  // -----------------------------------------------------------------------------------------------------------
 
-  // Adds up the row sums over lanes and warps, leaves 1/sum (0 for a row that sees nothing) in `inverse`, writes the LSE.
+  // Adds up the row sums over lanes and warps, leaves 1/sum (0 for a row that sees nothing) in `inverse`, writes the
+  // LSE.
   CUTLASS_DEVICE void finish_rows(float (&inverse)[CoordS::kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
@@ -254,7 +259,8 @@ struct ForwardBlock {
     }
   }
 
-  // --- main loops -------------------------------------------------------------------------------------------------------
+  // --- main loops
+  // -------------------------------------------------------------------------------------------------------
 
   CUTLASS_DEVICE void start_values(typename Traits::ValueLoader& loader, int key0, int column0) const {
     loader.start(value + offset(key0, p.value.stride_m) + column0, p.value.stride_m, keys_end - key0, values - column0);
@@ -292,7 +298,7 @@ struct ForwardBlock {
       if (kExchange) {
         __syncthreads();  // P is there
       } else {
-        __syncwarp();     // a warp reads only the rows of P that it wrote
+        __syncwarp();  // a warp reads only the rows of P that it wrote
       }
       accumulate(o, pv, alpha, keys_end - key0);
     }
@@ -307,8 +313,8 @@ struct ForwardBlock {
     using Iterator = typename QkMma::IteratorB;
     const int left = keys_end - key0;
     return Iterator(typename Iterator::Params(cutlass::layout::ColumnMajor(p.key.stride_m)),
-                    const_cast<Element*>(key) + offset(key0, p.key.stride_m), {p.head_dim, left < kTileN ? left : kTileN}, thread,
-                    {0, 0});
+                    const_cast<Element*>(key) + offset(key0, p.key.stride_m),
+                    {p.head_dim, left < kTileN ? left : kTileN}, thread, {0, 0});
   }
 
   CUTLASS_DEVICE void run_streamed(FragmentO& o) {
@@ -401,7 +407,8 @@ struct ForwardBlock {
 };
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm) forward_kernel(__grid_constant__ const ForwardArgs args) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    forward_kernel(__grid_constant__ const ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char memory[];
   ForwardBlock<Traits>(args, *reinterpret_cast<typename Traits::SharedStorage*>(memory)).run();
 }

@@ -26,7 +26,8 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   const int element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
   args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, element_bytes);
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;
-  const int64_t bytes_per_head = int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
+  const int64_t bytes_per_head =
+      int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
   args.map = make_tile_map(p.batch, p.heads, p.queries, Traits::kTileM, p.value_dim, slab, bytes_per_head,
                            p.causal != Causal::kNone);
   return args;
@@ -38,7 +39,8 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
   const ForwardArgs args = make_forward_args<Traits>(p);
   const std::string where = name;
   if (args.map.blocks == 0) {
-    return {Code::kUnsupported, where + ": B * H * query tiles * value slabs exceeds the grid limit of 2^31 - 1 thread blocks"};
+    return {Code::kUnsupported,
+            where + ": B * H * query tiles * value slabs exceeds the grid limit of 2^31 - 1 thread blocks"};
   }
   auto* kernel = &forward_kernel<Traits>;
   // More than 48 KiB must be asked for once on each device; bit d remembers device d.
@@ -47,15 +49,16 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
   MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
   const uint64_t bit = uint64_t(1) << (device & 63);
   if (Traits::kSmemBytes > 48 * 1024 && (!(asked.load(std::memory_order_relaxed) & bit) || device > 63)) {
-    MEMEFF_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes), where);
+    MEMEFF_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
+                      where);
     asked.fetch_or(bit, std::memory_order_relaxed);
   }
   kernel<<<args.map.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) {
-    return {Code::kCuda, where + " <<<" + std::to_string(args.map.blocks) + " blocks, " + std::to_string(Traits::kThreads) +
-                             " threads, " + std::to_string(Traits::kSmemBytes) + " bytes of shared memory>>>: " +
-                             cudaGetErrorString(error)};
+    return {Code::kCuda, where + " <<<" + std::to_string(args.map.blocks) + " blocks, " +
+                             std::to_string(Traits::kThreads) + " threads, " + std::to_string(Traits::kSmemBytes) +
+                             " bytes of shared memory>>>: " + cudaGetErrorString(error)};
   }
   return {};
 }

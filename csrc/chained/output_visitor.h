@@ -3,8 +3,8 @@
 //   out[row, column] = acc * scale[row]                                   NoSource
 //   out[row, column] = acc * scale[row] + source * source_scale[row]      FloatSource (fp32, prefetched one step ahead)
 //
-// CUTLASS moves the accumulators through shared memory so that rows leave in whole vectors; the row a vector belongs to is
-// known here, so the softmax state reaches the output. Any row stride: BMHK needs no transpose.
+// CUTLASS moves the accumulators through shared memory so that rows leave in whole vectors; the row a vector belongs to
+// is known here, so the softmax state reaches the output. Any row stride: BMHK needs no transpose.
 #pragma once
 
 #include "cutlass/array.h"
@@ -27,7 +27,8 @@ struct FloatSource {
   bool enabled;        // false: the source holds nothing yet
   typename Iterator::Fragment current, ahead;
 
-  CUTLASS_DEVICE FloatSource(Iterator it, float const* row_scale, bool enable) : iterator(it), scale(row_scale), enabled(enable) {
+  CUTLASS_DEVICE FloatSource(Iterator it, float const* row_scale, bool enable)
+      : iterator(it), scale(row_scale), enabled(enable) {
     current.clear();
     ahead.clear();
     if (enabled) {
@@ -44,7 +45,9 @@ struct FloatSource {
     }
   }
   // Nothing there means nothing read: scale * garbage must not become NaN.
-  CUTLASS_DEVICE float term(int element, int row) const { return enabled && scale[row] != 0.f ? current[element] * scale[row] : 0.f; }
+  CUTLASS_DEVICE float term(int element, int row) const {
+    return enabled && scale[row] != 0.f ? current[element] * scale[row] : 0.f;
+  }
 };
 
 template <typename OutputIterator_, typename Source>

@@ -2,8 +2,8 @@
 //
 //   operand A: kM x (kK * kStages)      operand B: (kK * kStages) x kN      in the layouts of CUTLASS's DefaultMmaCore
 //
-// The second GEMM of the chain always (A = P, written by OperandStore; B = the value block), the first one too where the
-// query tile and a key block fit. Derives from MmaBase: shared storage and the warp iterators are CUTLASS's.
+// The second GEMM of the chain always (A = P, written by OperandStore; B = the value block), the first one too where
+// the query tile and a key block fit. Derives from MmaBase: shared storage and the warp iterators are CUTLASS's.
 #pragma once
 
 #include <type_traits>
@@ -22,19 +22,21 @@ struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragment
 
 // kAhead: fragments are loaded this many steps (0 or 1) before their use; 0 needs fewer registers.
 // kSplitFp32: fp32 operands, three TF32 products a step (3xTF32), with fp32-grade error:
-//   x = high + low, high = x rounded to TF32's 11 significand bits, low exact (the hardware drops its last bits: 2^-22 of x)
-//   a * b = low_a * high_b + high_a * low_b + high_a * high_b
-// Tensor cores truncate when they accumulate, so the sum of a step starts from zero, takes the two tiny corrections first and
-// is added to the accumulator by FADD: one truncation at full magnitude a step (measured in docs/performance.md).
+//   x = high + low, high = x rounded to TF32's 11 significand bits, low exact (the hardware drops its last bits: 2^-22
+//   of x) a * b = low_a * high_b + high_a * low_b + high_a * high_b
+// Tensor cores truncate when they accumulate, so the sum of a step starts from zero, takes the two tiny corrections
+// first and is added to the accumulator by FADD: one truncation at full magnitude a step (measured in
+// docs/performance.md).
 template <typename Core, int kStages, int kAhead, bool kSplitFp32>
-class ResidentMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
+class ResidentMma
+    : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
  public:
   using Base = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
   using Operator = typename Base::Operator;
   using FragmentC = typename Operator::FragmentC;
   using WarpCount = typename Base::WarpCount;
-  static constexpr int kGroupK = Operator::Policy::MmaShape::kK;                // columns of A in one step
-  static constexpr int kGroupsPerStage = Base::kWarpGemmIterations;             // steps in one stage
+  static constexpr int kGroupK = Operator::Policy::MmaShape::kK;     // columns of A in one step
+  static constexpr int kGroupsPerStage = Base::kWarpGemmIterations;  // steps in one stage
   static constexpr int kGroups = kGroupsPerStage * kStages;
 
   CUTLASS_DEVICE ResidentMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)

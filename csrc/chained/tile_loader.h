@@ -1,9 +1,9 @@
 // Fills an operand of a ResidentMma from global memory: any number of valid rows and columns, the rest zero.
 //
-// The tile is `rows` x `columns` in global memory with unit stride along columns. Stages of the operand cut it along the
-// columns (query, key: the contraction runs over K) or along the rows (value: the contraction runs over keys). Bounds are
-// one predicate per access against the true extents, so a ragged tail needs no special order of tiles and no copied
-// iterator. Zero-fill matters: 0 * NaN is NaN, so P = 0 does not hide what lies beyond the last key.
+// The tile is `rows` x `columns` in global memory with unit stride along columns. Stages of the operand cut it along
+// the columns (query, key: the contraction runs over K) or along the rows (value: the contraction runs over keys).
+// Bounds are one predicate per access against the true extents, so a ragged tail needs no special order of tiles and no
+// copied iterator. Zero-fill matters: 0 * NaN is NaN, so P = 0 does not hide what lies beyond the last key.
 #pragma once
 
 #include "common/offset.h"
@@ -36,8 +36,8 @@ struct TileLoaderBase {
     column0 = start.contiguous();
   }
 
-  // Calls f(stage, access, row, column, address) for each access of this thread. Addresses advance by whole row steps, so
-  // that only one of them lives at a time.
+  // Calls f(stage, access, row, column, address) for each access of this thread. Addresses advance by whole row steps,
+  // so that only one of them lives at a time.
   template <typename F>
   CUTLASS_DEVICE void each_access(Element const* source, int64_t row_stride, F f) const {
     Element const* start = source + offset(row0, row_stride) + column0;
@@ -48,7 +48,8 @@ struct TileLoaderBase {
       for (int s = 0; s < kAccessRows; ++s) {
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < kAccessColumns; ++c) {
-          const int row = row0 + s * ThreadMap::Delta::kStrided + (kAlong == StageAlong::kRows ? stage * kStageExtent : 0);
+          const int row =
+              row0 + s * ThreadMap::Delta::kStrided + (kAlong == StageAlong::kRows ? stage * kStageExtent : 0);
           const int column =
               column0 + c * ThreadMap::Delta::kContiguous + (kAlong == StageAlong::kColumns ? stage * kStageExtent : 0);
           f(stage, s * kAccessColumns + c, row, column, line + c * ThreadMap::Delta::kContiguous);
@@ -72,7 +73,8 @@ struct AsyncTileLoader : Base {
   using Element = typename Base::Element;
   static constexpr int kBytes = Base::kVector * int(sizeof(Element));
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async moves 4, 8 or 16 bytes");
-  static constexpr auto kCache = kBytes == 16 ? cutlass::arch::CacheOperation::Global : cutlass::arch::CacheOperation::Always;
+  static constexpr auto kCache =
+      kBytes == 16 ? cutlass::arch::CacheOperation::Global : cutlass::arch::CacheOperation::Always;
 
   SmemIterator smem;
 

@@ -27,14 +27,15 @@ struct Tile {
   static constexpr int kM = kM_, kN = kN_, kValue = kValue_;
 };
 
-// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a warp the same rows, so the softmax state of
-// a row stays in the registers of the lanes that hold its scores and its outputs.
+// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a warp the same rows, so the softmax state
+// of a row stays in the registers of the lanes that hold its scores and its outputs.
 template <int kM_, int kQkN_, int kPvN_>
 struct Warp {
   static constexpr int kM = kM_, kQkN = kQkN_, kPvN = kPvN_;
 };
 
-// First product: the query tile stays in shared memory for K <= kMaxK, or both operands stream through a stock pipeline.
+// First product: the query tile stays in shared memory for K <= kMaxK, or both operands stream through a stock
+// pipeline.
 template <int kMaxK_>
 struct ResidentQk {
   static constexpr bool kResident = true;
@@ -48,8 +49,8 @@ struct StreamedQk {
   static constexpr int kStages = kStages_;
 };
 
-// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output itself,
-// a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
+// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
+// itself, a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
 struct OutputInRegisters {
   static constexpr bool kInMemory = false;
 };
@@ -64,34 +65,37 @@ struct TensorBias {
   static constexpr bool kBias = true;
 };
 
-// The stock main loop of the streamed first product. DefaultMma composes it from the arch; SIMT with a 16-bit input needs
-// iterators of the input's type before fp32 shared memory, which MmaPipelined converts between.
+// The stock main loop of the streamed first product. DefaultMma composes it from the arch; SIMT with a 16-bit input
+// needs iterators of the input's type before fp32 shared memory, which MmaPipelined converts between.
 template <typename Arch, typename Shape, typename WarpShape, int kStages, int kAlignment>
 struct StreamedMmaOf {
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
   using Type = typename cutlass::gemm::threadblock::DefaultMma<
-      typename Arch::Element, Row, kAlignment, typename Arch::Element, Column, kAlignment, float, Row, typename Arch::OpClass,
-      typename Arch::ArchTag, Shape, WarpShape, typename Arch::Instruction, kStages, typename Arch::StreamedOperator>::ThreadblockMma;
+      typename Arch::Element, Row, kAlignment, typename Arch::Element, Column, kAlignment, float, Row,
+      typename Arch::OpClass, typename Arch::ArchTag, Shape, WarpShape, typename Arch::Instruction, kStages,
+      typename Arch::StreamedOperator>::ThreadblockMma;
 };
 template <typename T, typename Shape, typename WarpShape, int kStages, int kAlignment>
 struct StreamedMmaOf<Simt<T>, Shape, WarpShape, kStages, kAlignment> {
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
-  using Core = cutlass::gemm::threadblock::DefaultMmaCore<Shape, WarpShape, Gemm<1, 1, 1>, float, Row, float, Column, float, Row,
-                                                          cutlass::arch::OpClassSimt, 2, cutlass::arch::OpMultiplyAdd>;
+  using Core =
+      cutlass::gemm::threadblock::DefaultMmaCore<Shape, WarpShape, Gemm<1, 1, 1>, float, Row, float, Column, float, Row,
+                                                 cutlass::arch::OpClassSimt, 2, cutlass::arch::OpMultiplyAdd>;
   using IteratorA =
       cutlass::transform::threadblock::PredicatedTileIterator<cutlass::MatrixShape<Shape::kM, Shape::kK>, T, Row, 1,
                                                               typename Core::IteratorThreadMapA, kAlignment>;
   using IteratorB =
       cutlass::transform::threadblock::PredicatedTileIterator<cutlass::MatrixShape<Shape::kK, Shape::kN>, T, Column, 0,
                                                               typename Core::IteratorThreadMapB, kAlignment>;
-  using Type = cutlass::gemm::threadblock::MmaPipelined<Shape, IteratorA, typename Core::SmemIteratorA, IteratorB,
-                                                        typename Core::SmemIteratorB, float, Row, typename Core::MmaPolicy>;
+  using Type =
+      cutlass::gemm::threadblock::MmaPipelined<Shape, IteratorA, typename Core::SmemIteratorA, IteratorB,
+                                               typename Core::SmemIteratorB, float, Row, typename Core::MmaPolicy>;
 };
 
-template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, typename Output_, int kAlignment_, typename Bias_,
-          int kBlocksPerSm_ = 1>
+template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, typename Output_, int kAlignment_,
+          typename Bias_, int kBlocksPerSm_ = 1>
 struct ForwardTraits {
   using Arch = Arch_;
   using Element = typename Arch::Element;
@@ -113,16 +117,15 @@ struct ForwardTraits {
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
   template <typename Shape, typename WarpShape, typename LayoutB>
-  using Core = cutlass::gemm::threadblock::DefaultMmaCore<Shape, WarpShape, typename Arch::Instruction, MmaElement, Row, MmaElement,
-                                                          LayoutB, float, Row, typename Arch::OpClass, Arch::kAsync ? 3 : 2,
-                                                          typename Arch::Operator>;
+  using Core = cutlass::gemm::threadblock::DefaultMmaCore<Shape, WarpShape, typename Arch::Instruction, MmaElement, Row,
+                                                          MmaElement, LayoutB, float, Row, typename Arch::OpClass,
+                                                          Arch::kAsync ? 3 : 2, typename Arch::Operator>;
 
   // Accumulators of S and O live together during the first product; what is left of 255 registers decides whether its
   // fragments can be loaded a step ahead.
   static constexpr int kAccumulators = (Warp_::kM * (Warp_::kQkN + Warp_::kPvN)) / 32;
   static constexpr int kQkAhead = kAccumulators < 160 && !Arch::kSplitFp32 ? 1 : 0;
   static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
-
 
   // S = Q K^T
   static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
@@ -163,34 +166,39 @@ struct ForwardTraits {
   using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32>;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
-  static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap, "both products must give a lane the same rows");
+  static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,
+                "both products must give a lane the same rows");
   using ValueLoaderBase =
       TileLoaderBase<Element, typename PvCore::IteratorThreadMapB, kPvStages, StageAlong::kRows, kPvStep, kAlignment>;
-  using ValueLoader = std::conditional_t<Arch::kAsync, AsyncTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>,
-                                         RegisterTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>>;
+  using ValueLoader =
+      std::conditional_t<Arch::kAsync, AsyncTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>,
+                         RegisterTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>>;
   using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
 
   // Output
-  // Elements in one store. CUTLASS's thread map spreads a row over accesses of 256 bytes: 16-byte accesses need a tile that
-  // is a multiple of that wide, others (320 columns of 16 bits) take 4-byte ones.
-  static constexpr bool kWholeRows = kValueTile * int(sizeof(Element)) % 256 == 0 || kValueTile * int(sizeof(Element)) < 256;
+  // Elements in one store. CUTLASS's thread map spreads a row over accesses of 256 bytes: 16-byte accesses need a tile
+  // that is a multiple of that wide, others (320 columns of 16 bits) take 4-byte ones.
+  static constexpr bool kWholeRows =
+      kValueTile * int(sizeof(Element)) % 256 == 0 || kValueTile * int(sizeof(Element)) < 256;
   static constexpr int kPerStore = kAlignment == 1 || Arch::kSimt ? 1 : (kWholeRows ? 16 : 4) / int(sizeof(Element));
   using OutputShape = Gemm<kTileM, kValueTile, kPvStep>;
   using Parts = EpilogueOf<Arch, OutputShape, typename PvMma::Operator, kPerStore>;
   using OutputIterator = typename Parts::OutputTileIterator;
-  using SourceIterator = cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
+  using SourceIterator =
+      cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
   using Source = std::conditional_t<Output::kInMemory, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
   using Epilogue = cutlass::epilogue::threadblock::EpilogueWithVisitor<
       Visitor, OutputShape, typename PvMma::Operator, 1, typename Parts::AccumulatorFragmentIterator,
       typename Parts::WarpTileIterator, typename Parts::SharedLoadIterator, typename Parts::Padding>;
-  static_assert(!Output::kInMemory || std::is_same<Element, float>::value, "the output is the accumulator: it must be fp32");
+  static_assert(!Output::kInMemory || std::is_same<Element, float>::value,
+                "the output is the accumulator: it must be fp32");
 
   using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
 
   struct Empty {};
   struct SourceScale {
-    float source_scale[kTileM];       // epilogue: factor of what the output already holds
+    float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
   struct Scratch : std::conditional_t<Output::kInMemory, SourceScale, Empty> {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row

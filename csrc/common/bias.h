@@ -1,7 +1,9 @@
-// Adds a tensor bias to the scores a thread holds: logits = scale * s + bias, any broadcast, any strides, any alignment.
+// Adds a tensor bias to the scores a thread holds: logits = scale * s + bias, any broadcast, any strides, any
+// alignment.
 //
-// Rows and columns outside [0, M) x [0, N) are never read: rows are clamped to M - 1 (their result is not stored), columns
-// are left for the mask. A pair of adjacent columns is one load where the host found that every pair is aligned.
+// Rows and columns outside [0, M) x [0, N) are never read: rows are clamped to M - 1 (their result is not stored),
+// columns are left for the mask. A pair of adjacent columns is one load where the host found that every pair is
+// aligned.
 #pragma once
 
 #include "common/offset.h"
@@ -13,10 +15,10 @@
 namespace memeff {
 
 struct BiasTile {
-  const char* data;    // the head's bias, [M, N]
+  const char* data;  // the head's bias, [M, N]
   int64_t stride_m, stride_n;
   DType dtype;
-  bool pairs;          // stride_n == 1 and elements (row, 2i) are aligned to two elements
+  bool pairs;  // stride_n == 1 and elements (row, 2i) are aligned to two elements
 };
 
 template <typename T>
@@ -27,7 +29,8 @@ CUTLASS_DEVICE float bias_value(bool visible) { return visible ? 0.f : negative_
 
 // Coord: AccCoord. row0, column0: this warp's first row and key; lane's elements follow Coord.
 template <typename T, typename Coord, typename Fragment>
-CUTLASS_DEVICE void add_bias_of(Fragment& s, BiasTile const& bias, float scale, int row0, int column0, int lane, int rows, int keys) {
+CUTLASS_DEVICE void add_bias_of(Fragment& s, BiasTile const& bias, float scale, int row0, int column0, int lane,
+                                int rows, int keys) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < Coord::kRows; ++i) {
     const int row = row0 + Coord::row(lane, i);
@@ -51,7 +54,8 @@ CUTLASS_DEVICE void add_bias_of(Fragment& s, BiasTile const& bias, float scale, 
 
 // T: the query's element type.
 template <typename T, typename Coord, typename Fragment>
-CUTLASS_DEVICE void add_bias(Fragment& s, BiasTile const& bias, float scale, int row0, int column0, int lane, int rows, int keys) {
+CUTLASS_DEVICE void add_bias(Fragment& s, BiasTile const& bias, float scale, int row0, int column0, int lane, int rows,
+                             int keys) {
   if (bias.dtype == DType::kBool) {
     add_bias_of<bool, Coord>(s, bias, scale, row0, column0, lane, rows, keys);
   } else if (bias.dtype == DType::kF32 && !std::is_same<T, float>::value) {

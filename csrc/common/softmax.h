@@ -1,9 +1,10 @@
 // Online softmax in base 2: running row maximum and sum, fp32.
 //
-// A score x contributes 2^(x * c - reference), c = log2(e) times what is left of the scale, reference = max * c (0 while
-// no key is visible). Two forms, chosen by the exponent policy:
+// A score x contributes 2^(x * c - reference), c = log2(e) times what is left of the scale, reference = max * c (0
+// while no key is visible). Two forms, chosen by the exponent policy:
 //   FoldedScale   x is the raw product q.k; one FFMA x * c - reference. Only for scale > 0 and no bias.
-//   PlainLogits   x is scale * q.k + bias in natural units; (x - max) * c, so that a finite bias near the end of the fp32
+//   PlainLogits   x is scale * q.k + bias in natural units; (x - max) * c, so that a finite bias near the end of the
+//   fp32
 //                 range cannot overflow to -inf through the factor log2(e) (FAULTS B03).
 #pragma once
 
@@ -18,7 +19,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 CUTLASS_DEVICE float negative_infinity() { return -__int_as_float(0x7f800000); }
 
 struct FoldedScale {
-  CUTLASS_DEVICE static float reference(float max, float c) { return max == negative_infinity() ? 0.f : __fmul_rn(max, c); }
+  CUTLASS_DEVICE static float reference(float max, float c) {
+    return max == negative_infinity() ? 0.f : __fmul_rn(max, c);
+  }
   CUTLASS_DEVICE static float weight(float x, float reference, float c) {
     return ptx::exp2_approx(__fmaf_rn(x, c, -reference));
   }
@@ -40,8 +43,8 @@ struct PlainLogits {
   CUTLASS_DEVICE static float natural(float reference, float) { return reference; }
 };
 
-// State of the rows that one thread holds accumulators of. `sum` is this thread's part only: the parts are added up once,
-// at the end, because every thread of a row uses the same maximum.
+// State of the rows that one thread holds accumulators of. `sum` is this thread's part only: the parts are added up
+// once, at the end, because every thread of a row uses the same maximum.
 template <int kRows>
 struct SoftmaxState {
   float max[kRows];

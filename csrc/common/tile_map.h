@@ -63,7 +63,8 @@ CUTLASS_DEVICE TileCoord locate(TileMap const& map, uint32_t block) {
     const uint32_t section = rest / per_section;
     rest -= section * per_section;
     const uint32_t first = section * map.section_heads;
-    const uint32_t heads_here = map.batch_heads - first < map.section_heads ? map.batch_heads - first : map.section_heads;
+    const uint32_t heads_here =
+        map.batch_heads - first < map.section_heads ? map.batch_heads - first : map.section_heads;
     coord.tile = map.tiles - 1 - rest / heads_here;
     batch_head = first + rest % heads_here;
   } else {
