@@ -1,4 +1,4 @@
-"""`python -m memeff_attn.info`: versions, what the compiled part holds, the GPUs here, every kernel."""
+"""`python -m memeff_attn.info`: versions, the compiled part, the GPUs here, every kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from . import __version__, dispatch, ops
 
 def lines() -> Iterator[str]:
     """The report, line by line."""
-    yield f"memeff_attn {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    python = platform.python_version()
+    yield f"memeff_attn {__version__}, torch {torch.__version__}, Python {python}"
     module, reason = dispatch.native()
     if module is None:
         yield f"compiled part: none. {reason}"
@@ -24,7 +25,11 @@ def lines() -> Iterator[str]:
     yield f"  CUDA: {module.cuda_version()}"
     yield f"  built for: {' '.join(module.built_archs()) or 'no GPU (host-only build)'}"
     exchange = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    how = "DLPack C exchange" if exchange else "addresses and strides (this torch has no DLPack exchange)"
+    how = (
+        "DLPack C exchange"
+        if exchange
+        else "addresses and strides (this torch has no DLPack exchange)"
+    )
     yield f"  tensors handed over by: {how}"
     yield from _gpus(module)
     yield from _variants(module.variants())

@@ -116,8 +116,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | 
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise fail(
             f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and "
-            f"{value.dtype}. "
-            "Convert them with .to(), or call under torch.autocast, which does."
+            f"{value.dtype}. Convert them with .to(), or call under torch.autocast, which does."
         )
     _check_shapes(query, key, value, fail)
     if attn_bias is not None:
@@ -130,35 +129,35 @@ def _check_shapes(
     if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
         raise fail(
             f"query, key and value must have one batch size, got {query.shape[0]}, {key.shape[0]} "
-            f"and {value.shape[0]}."
+            f"and {value.shape[0]}. Expand the ones that are shared."
         )
     if value.shape[1] != key.shape[1]:
         raise fail(
-            f"key and value must have one length N, got {key.shape[1]} and {value.shape[1]}."
+            f"key and value must have one length N, got {key.shape[1]} and {value.shape[1]}. "
+            "Dimension 1 is the length, heads come after it."
         )
     if key.shape[-1] != query.shape[-1]:
         raise fail(
             f"query and key must have one head dimension K, got {query.shape[-1]} and "
-            f"{key.shape[-1]}."
+            f"{key.shape[-1]}. Only value may have another one."
         )
     if value.shape[2:-1] != key.shape[2:-1]:
         raise fail(
             f"key and value must have the same heads, got {tuple(key.shape[2:-1])} and "
-            f"{tuple(value.shape[2:-1])}."
+            f"{tuple(value.shape[2:-1])}. Expand the one that is shared."
         )
     if query.dim() == 5 and key.shape[2:4] != query.shape[2:4]:
         raise fail(
             f"with [B, M, G, H, K] inputs query and key must have the same G and H, got "
-            f"{tuple(query.shape[2:4])} and "
-            f"{tuple(key.shape[2:4])}. Share key heads by key.expand (stride 0 costs nothing) or "
-            "by 4-D inputs."
+            f"{tuple(query.shape[2:4])} and {tuple(key.shape[2:4])}. Share key "
+            "heads by key.expand (stride 0 costs nothing) or by 4-D inputs."
         )
     if query.dim() == 4 and key.shape[2] != query.shape[2]:
         heads, key_heads = query.shape[2], key.shape[2]
         if key_heads == 0 or heads % key_heads != 0:
             raise fail(
                 f"the heads of query must be a multiple of those of key, got {heads} and "
-                f"{key_heads}."
+                f"{key_heads}. Heads are dimension 2: inputs are [B, M, H, K], not [B, H, M, K]."
             )
 
 
@@ -168,13 +167,12 @@ def _check_bias(
     if bias.dtype not in (query.dtype, torch.float32, torch.bool):
         raise fail(
             f"attn_bias must be {query.dtype} like the query, torch.float32, or torch.bool (True = "
-            "visible), "
-            f"got {bias.dtype}. Convert it with .to()."
+            f"visible), got {bias.dtype}. Convert it with .to()."
         )
     expected = bias_shape(query, key)
     actual = tuple(bias_of_rank(bias, query).shape)
     if any(got not in (1, want) for got, want in zip(actual, expected, strict=True)):
         raise fail(
             f"attn_bias must broadcast to {expected}, each dimension that or 1; got "
-            f"{tuple(bias.shape)}."
+            f"{tuple(bias.shape)}. Add dimensions with unsqueeze, or slice it."
         )

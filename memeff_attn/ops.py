@@ -173,6 +173,8 @@ def _second_try(
     """Writes the result where no kernel or one copy is all it takes; raises otherwise."""
     if failure[0] != CUDA_ERROR:
         check_inputs(query, key, value, attn_bias)
+        if query.dtype not in dispatch.DTYPES:
+            raise _error((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant)
         if 0 in query.shape[:-1] or key.shape[1] == 0:  # B, M, H or N is 0
             out.zero_()
             if lse is not None:

@@ -80,9 +80,10 @@ def eager(
     if causal != CAUSAL_NONE:
         scores = scores.masked_fill(~_visible(view, causal, 0, view.rows), -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores, -1).to(query.dtype)
+    # Zero before the product: oneDNN's bf16 product spreads NaN to the row beside it.
+    weights = torch.softmax(scores, -1).to(query.dtype).masked_fill(dead, 0.0)
     out = new_output(query, value.shape[-1], query.dtype)
-    grouped(out, view.groups).copy_(torch.matmul(weights, view.value).masked_fill(dead, 0.0))
+    grouped(out, view.groups).copy_(torch.matmul(weights, view.value))
     return out
 
 
