@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Threads that spin at the end of each small operation stall a busy machine (30 s become 10 min).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 GIB = 1 << 30
@@ -97,6 +102,12 @@ def gpu_memory() -> Iterator[Any]:
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Each test draws the same random numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

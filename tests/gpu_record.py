@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -128,6 +129,7 @@ def run(shard: str, out: Path, arguments: list[str]) -> int:
         return refuse(
             "pytest is not installed here; `pip install pytest`, or carry it along on PYTHONPATH"
         )
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as tests/conftest.py, before torch loads
     import torch
 
     if not torch.cuda.is_available():

@@ -76,9 +76,7 @@ def main() -> int:
     failures, ran = 0, 0
     for row in rows:
         if row["smem_bytes"] > limit:
-            print(
-                f"{row['name']}: skipped, needs {row['smem_bytes']} bytes of shared memory of {limit}"
-            )
+            print(f"{row['name']}: skipped, needs {row['smem_bytes']} of {limit} bytes a block")
             continue
         failed = run(row, _C)
         ran += 1

@@ -75,7 +75,8 @@ def test_b45_b47_every_gpu_runs_everything(sm: int) -> None:
 def test_b45_shared_memory_is_the_queried_limit(sm: int) -> None:
     """The row fits the limit that the device states, not one guessed from its compute capability.
 
-    A smaller limit changes the choice, or the reason says shared memory; it is never "invalid argument"."""
+    A smaller limit changes the choice, or the reason says shared memory.
+    """
     rows = table()
     for dtype, (k, kv), bias in itertools.product(cases.DTYPES, SIZES, (False, True)):
         for kib in (SMEM[sm], 99, 64, 48):

@@ -120,7 +120,10 @@ def test_metamorphic(device: str, dtype: str) -> None:
             checker.same_bits(f"{case} lse heads", lse_permuted, lse[:, order])
             strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
             checker.same_bits(f"{case} strides", call(*strided)[0], out)
-            more = [torch.cat([x, torch.randn_like(x[:, :50])], 1) for x in (key, value)]
+            more = [
+                torch.cat([x, torch.randn_like(x[:, :1]).expand(-1, 50, -1, -1)], 1)
+                for x in (key, value)
+            ]
             bias = torch.zeros(1, 1, 1, case.N + 50, dtype=query.dtype, device=device)
             bias[..., case.N :] = -math.inf
             close("keys hidden by -inf", call(query, *more, bias)[0], out)

@@ -24,12 +24,9 @@ CANARY = 0x5A
 
 def surrounded(x: Tensor, poison: float, extra: int) -> Tensor:
     """A copy of x inside a buffer of `poison`: rows before and after it, columns after each row."""
-    buffer = x.new_full((*x.shape[:-1], x.shape[-1] + extra), poison)
-    buffer = torch.cat(
-        [torch.full_like(buffer[:, :1], poison), buffer, torch.full_like(buffer[:, :3], poison)],
-        dim=1,
-    )
-    inner = buffer[:, 1:-3, ..., : x.shape[-1]]
+    rows = x.shape[1]
+    buffer = x.new_full((x.shape[0], rows + 4, *x.shape[2:-1], x.shape[-1] + extra), poison)
+    inner = buffer[:, 1 : 1 + rows, ..., : x.shape[-1]]
     inner.copy_(x)
     return inner
 
