@@ -200,12 +200,9 @@ def _cast_by_autocast(
     def cast(x: Tensor) -> Tensor:  # float64 and integers stay, as with torch's own operators
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
-    return (
-        cast(query),
-        cast(key),
-        cast(value),
-        None if bias is None or bias.dtype == torch.float32 else cast(bias),
-    )
+    if bias is not None and bias.dtype != torch.float32:
+        bias = cast(bias)
+    return cast(query), cast(key), cast(value), bias
 
 
 def _number(name: str, value: Any) -> float:

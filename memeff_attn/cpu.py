@@ -36,6 +36,8 @@ def route(
             f"PyTorch's flash kernel takes Kv = K only, K is {query.shape[-1]}, Kv "
             f"{value.shape[-1]}",
         )
+    if query.dtype == torch.float32:
+        return "blockwise", "PyTorch's flash kernel rounds exp to 20 bits, too coarse for float32"
     if effective_causal(query, key, causal) == CAUSAL_BOTTOM_RIGHT:
         return "blockwise", "PyTorch's flash kernel has no bottom-right causal mask"
     if 0 in query.shape or 0 in key.shape:
@@ -49,7 +51,7 @@ def route(
             "blockwise",
             "PyTorch's flash kernel knows no groups, the bias is broadcast over one of G and H",
         )
-    if attn_bias is not None and query.dtype != torch.float32 and not _below_infinity(attn_bias):
+    if attn_bias is not None and not _below_infinity(attn_bias):
         return (
             "blockwise",
             "PyTorch's 16-bit flash kernel does not carry NaN and +inf of the bias to the output",
@@ -108,11 +110,11 @@ def _flash(
     bias = None if attn_bias is None else _bias_bhmn(attn_bias, query)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(q, k, v, 0.0, causal == CAUSAL_TOP_LEFT, attn_mask=bias, scale=scale)
-    lse = lse.contiguous()
+    lse = lse.reshape(-1).view(lse.shape)  # strides of size-1 dimensions too are contiguous ones
     if bias is not None:
         _mend_empty_rows(lse, bias, causal)
     shape = (*query.shape[:-1], value.shape[-1])
-    return out.transpose(1, 2).contiguous().view(shape), lse.view(lse_shape(query))
+    return out.transpose(1, 2).reshape(-1).view(shape), lse.view(lse_shape(query))
 
 
 def _mend_empty_rows(lse: Tensor, bias: Tensor, causal: int) -> None:

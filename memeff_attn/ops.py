@@ -242,7 +242,8 @@ def _forward_cpu(
     check_inputs(query, key, value, attn_bias)
     if query.dtype not in dispatch.DTYPES:
         raise _error((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant)
-    out, lse = cpu.forward(query, key, value, attn_bias, scale, causal)
+    with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
+        out, lse = cpu.forward(query, key, value, attn_bias, scale, causal)
     return out, lse if need_lse else query.new_empty((0,), dtype=torch.float32)
 
 

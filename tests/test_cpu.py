@@ -119,11 +119,25 @@ def test_dead_rows_of_broadcast_biases(dtype: torch.dtype) -> None:
 
 
 def test_an_lse_of_zero_is_no_dead_row() -> None:
-    zeros = torch.zeros(1, 1, 1, 8)
-    bias = torch.zeros(1, 1, 1, 1)
+    zeros = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    bias = torch.zeros(1, 1, 1, 1, dtype=torch.float16)
     out, lse = attention(zeros, zeros, zeros, bias)
     assert route((zeros, zeros, zeros), bias) == "flash"
     assert lse.item() == 0.0 and not out.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_does_not_reach_inside(dtype: torch.dtype) -> None:
+    for width in (24, 40):
+        qkv = inputs(dtype, width=width)
+        plain = attention(*qkv)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = attention(*qkv)
+            oracle = reference.attention(*qkv)[0]
+            eager = reference.eager(*qkv)
+        assert all(torch.equal(a, b) for a, b in zip(inside, plain, strict=True))
+        assert torch.equal(oracle, reference.attention(*qkv)[0])
+        assert torch.equal(eager, reference.eager(*qkv))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,9 +178,11 @@ def test_layouts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_contiguous(dtype: torch.dtype) -> None:
     for width in (24, 40):
-        out, lse = attention(*inputs(dtype, width=width))
-        assert out.dtype == dtype and lse.dtype == torch.float32
-        assert out.is_contiguous() and lse.is_contiguous()
+        for rows in (1, 37):  # strides of size-1 dimensions too: the fake promises them
+            out, lse = attention(*inputs(dtype, rows, width=width))
+            assert out.dtype == dtype and lse.dtype == torch.float32
+            assert out.stride() == torch.empty(out.shape).stride()
+            assert lse.stride() == torch.empty(lse.shape).stride()
 
 
 @pytest.mark.parametrize("width", [8, 12])
@@ -210,6 +226,7 @@ def test_routes() -> None:
     assert route(inputs(torch.float16, 1, 53), causal=BOTTOM_RIGHT) == "flash"
     assert route(inputs(torch.float16, 53, 53), causal=BOTTOM_RIGHT) == "flash"
     assert route(inputs(torch.float16, width=40)) == "blockwise"
+    assert route(inputs(torch.float32)) == "blockwise"  # its exp is too coarse there
     for value in (math.nan, math.inf):
         assert route(qkv, torch.full((1, 1, 1, 1), value)) == "blockwise"
 
