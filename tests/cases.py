@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import torch
-from tolerance import BOTTOM_RIGHT, NONE, TOP_LEFT, Checker
+from tolerance import BOTTOM_RIGHT, NONE, TOP_LEFT, Checker, tf32_allowed
 from torch import Tensor
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -247,28 +247,6 @@ def forced(name: str) -> Iterator[None]:
             os.environ[FORCE] = before
 
 
-@contextlib.contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    """Math mode of fp32 products on a GPU, for eager and for us."""
-    matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "tf32" if allowed else "ieee")
-    if not hasattr(matmul, name):
-        name, value = "allow_tf32", allowed  # type: ignore[assignment]
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
-
-
-def tf32_allowed() -> bool:
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        return str(matmul.fp32_precision) == "tf32"
-    return bool(matmul.allow_tf32)
-
-
 def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) by the public call; a diagonal together with a tensor bias by the op below it."""
     import memeff_attn
@@ -286,6 +264,19 @@ def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     }
     call = memeff_attn.memory_efficient_attention_forward_requires_grad
     return call(query, key, value, masks[causal](), 0.0, scale)
+
+
+def automatic(inputs: Inputs) -> str:
+    """The variant that these inputs run on a GPU, to be forced on parts of them; "" on a CPU."""
+    if not inputs.query.is_cuda:
+        return ""
+    from memeff_attn import _C, dispatch
+
+    query, key, value, bias, _, scale = inputs.tuple()
+    described = dispatch.Inputs(query, key, value, bias, 0.0, scale)
+    gpu = _C.device_info(query.get_device())
+    del gpu["name"]
+    return str(_C.select(dispatch.request_of(described, gpu)))
 
 
 def run(

@@ -62,7 +62,8 @@ def shard_of(config: pytest.Config) -> tuple[int, int]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     i, n = shard_of(config)
     for item in items:
-        needs_gpu = item.get_closest_marker("gpu") is not None or "[cuda" in item.nodeid
+        device = getattr(item, "callspec", None) and item.callspec.params.get("device")
+        needs_gpu = item.get_closest_marker("gpu") is not None or device == "cuda"
         if needs_gpu and no_gpu_reason():
             item.add_marker(pytest.mark.skip(reason=no_gpu_reason()))
         if n > 1 and item.get_closest_marker("whole"):

@@ -91,8 +91,10 @@ def test_b10_bias_batch_stride(gpu_memory: Memory) -> None:
     query, key, value = (random("cuda", "f16", 2, 12180, 16, 64) for _ in range(3))
     out, _ = attend(query, key, value, bias)
     checker = Checker()
+    name = cases.automatic(Inputs(query, key, value, bias, NONE, None))
     for b in range(2):
-        part, _ = attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], bias[b : b + 1])
+        with cases.forced(name):
+            part, _ = attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], bias[b : b + 1])
         checker.same_bits(f"batch {b}", out[b : b + 1], part)
     rows = slice(-64, None)
     some = (query[1:, rows], key[1:], value[1:], bias[1:, :, rows])
@@ -143,10 +145,12 @@ def test_b11_bias_row_offset(size: int, kind: str, gpu_memory: Memory) -> None:
     query, key, value = (random("cuda", "bf16", 1, size, 1, 64) for _ in range(3))
     out, lse = attend(query, key, value, bias)
     checker = Checker()
+    name = cases.automatic(Inputs(query, key, value, bias, NONE, None))
     step = 8192
     for first in range(0, size, step):
         rows = slice(first, first + step)
-        part, part_lse = attend(query[:, rows], key, value, bias[:, :, rows])
+        with cases.forced(name):
+            part, part_lse = attend(query[:, rows], key, value, bias[:, :, rows])
         checker.same_bits(f"rows {first}", out[:, rows], part)
         checker.same_bits(f"LSE rows {first}", lse[..., rows], part_lse)
     last = slice(-64, None)
@@ -195,9 +199,6 @@ def test_b11_output_offset(gpu_memory: Memory) -> None:
     assert out.numel() > 2**31
     checker = Checker()
     for part in (slice(0, 128), slice(rows - 1000, rows)):
-        alone, lse_alone = attend(query[:, part], key, value)
-        checker.true(f"rows {part.start}", (out[:, part].float() - alone.float()).abs() <= 2e-3)
-        checker.true(f"LSE rows {part.start}", (lse[..., part] - lse_alone).abs() <= 2e-4)
         checker.attention(
             f"rows {part.start}", out[:, part], lse[..., part], query[:, part], key, value
         )

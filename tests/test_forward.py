@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from tolerance import Checker, judge, plain_attention
+from tolerance import Checker, judge, plain_attention, tf32, ulp
 
 memeff_attn = pytest.importorskip("memeff_attn")
 
@@ -24,7 +24,7 @@ def test_oracle(device: str, group: str, dtype: str) -> None:
 @pytest.mark.parametrize("group", ["head_dims", "edges", "sizes"])
 def test_oracle_tf32(group: str) -> None:
     """With TF32 allowed, against eager in TF32."""
-    with cases.tf32(True):
+    with tf32(True):
         cases.run(cases.group(group, "f32", "cuda"), "cuda")
 
 
@@ -110,7 +110,11 @@ def test_metamorphic(device: str, dtype: str) -> None:
             def call(q, k, v, bias=None):
                 return cases.attention(cases.Inputs(q, k, v, bias, 0, None))
 
-            close = judge_pair(checker, device, inputs)
+            limit = twice_the_rule(inputs)
+
+            def close(label: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+                checker.true(label, (mine.double() - other.double()).abs() <= limit)  # noqa: B023
+
             part = slice(1, 2)
             close("batch slice", call(query[part], key[part], value[part])[0], out[part])
             close("last rows", call(query[:, -32:], key, value)[0], out[:, -32:])
@@ -130,21 +134,12 @@ def test_metamorphic(device: str, dtype: str) -> None:
     checker.finish()
 
 
-def judge_pair(checker: Checker, device: str, inputs: cases.Inputs):
-    """Two results of other tilings: each may be off by what the rule allows, so their distance by
-    twice that."""
-    del device
+def twice_the_rule(inputs: cases.Inputs) -> torch.Tensor:
+    """How far two results of other tilings may be apart: each is off by what the rule allows."""
     exact, _ = plain_attention(*inputs.tuple())
     eager, _ = plain_attention(*inputs.tuple(), dtype=inputs.query.dtype)
-    limit = 2 * (
-        2 * (eager.double() - exact).abs().amax()
-        + 2 * torch.finfo(eager.dtype).eps * exact.abs().amax()
-    )
-
-    def close(label: str, mine: torch.Tensor, other: torch.Tensor) -> None:
-        checker.true(label, (mine.double() - other.double()).abs() <= limit)
-
-    return close
+    u = ulp(exact.abs().amax(), inputs.query.dtype)
+    return 2 * (2 * (eager.double() - exact).abs().amax() + 2 * u)
 
 
 class TestTheRule:

@@ -13,7 +13,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from test_variants import fits_here, math_mode, rows
+from test_variants import each_row, fits_here, math_mode
 from tolerance import INT_OF_SIZE, Checker
 from torch import Tensor
 
@@ -150,7 +150,7 @@ def launch(inputs: cases.Inputs, out: Tensor, lse: Tensor | None, variant: str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])
+@each_row()
 def test_variant_between_canaries(row: dict[str, Any]) -> None:
     """Each variant, straight through the binding: poisoned inputs, outputs and LSE between
     canaries."""

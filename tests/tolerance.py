@@ -81,12 +81,15 @@ def plain_attention(
     causal: int = NONE,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
+    in_tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T + bias) V in `dtype`, in the obvious way; (out, lse), dead rows give 0
     and -inf."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     heads = head_count(query)
     q, k, v = (to_bhmk(x.to(dtype), heads) for x in (query, key, value))
+    if in_tf32:
+        q, k, v = (round_tf32(x) for x in (q, k, v))
     rank4 = bias_to_bhmn(bias, query)
     if rank4 is not None and dtype == torch.float64 and rank4.dtype != torch.bool:
         rank4 = rank4.double()
@@ -111,10 +114,38 @@ def plain_attention(
             scores = scores.masked_fill(columns > limits[:, None], -math.inf)
         dead = (scores == -math.inf).all(-1)
         weights = torch.softmax(scores, dim=-1).to(dtype)
+        weights = round_tf32(weights) if in_tf32 else weights
         block = torch.matmul(weights, v)
         out[:, :, first:last] = block.masked_fill(dead[..., None], 0)
         lse[:, :, first:last] = torch.logsumexp(scores.to(kind), dim=-1)
     return from_bhmk(out, lse, query)
+
+
+@contextlib.contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Math mode of fp32 products on a GPU, for eager and for us."""
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32" if allowed else "ieee")
+    if not hasattr(matmul, name):
+        name, value = "allow_tf32", allowed  # type: ignore[assignment]
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+def tf32_allowed() -> bool:
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return str(matmul.fp32_precision) == "tf32"
+    return bool(matmul.allow_tf32)
+
+
+def round_tf32(x: Tensor) -> Tensor:
+    """fp32 numbers as TF32 sees them: 10 bits of mantissa, halves away from zero."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def ulp(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,7 +236,8 @@ class Checker:
         """Compares out and lse with the oracle on these inputs."""
         inputs = (query, key, value, bias, causal, scale)
         exact, exact_lse = plain_attention(*inputs)
-        eager32, eager32_lse = plain_attention(*inputs, dtype=torch.float32)
+        in_tf32 = query.dtype == torch.float32 and query.is_cuda and tf32_allowed()
+        eager32, eager32_lse = plain_attention(*inputs, dtype=torch.float32, in_tf32=in_tf32)
         eager = (
             eager32
             if query.dtype == torch.float32
