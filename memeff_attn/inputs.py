@@ -68,11 +68,10 @@ class Inputs:
         check_numbers(self.p, self.scale)
 
     def __str__(self) -> str:
-        lines = [
-            describe(name, getattr(self, name)) for name in ("query", "key", "value", "attn_bias")
-        ]
+        named = ("query", "key", "value", "attn_bias")
+        lines = [describe(name, getattr(self, name)) for name in named]
         lines.append(f"p: {self.p}, scale: {'K ** -0.5' if self.scale is None else self.scale}")
-        return "\n".join("    " + line for line in lines)
+        return "\n".join([f"    {line}" for line in lines])
 
 
 def check_numbers(p: float, scale: float | None) -> None:
@@ -90,8 +89,10 @@ def check_numbers(p: float, scale: float | None) -> None:
 def _fail(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, text: str
 ) -> ValueError:
-    named = {"query": query, "key": key, "value": value, "attn_bias": attn_bias}
-    return ValueError(text + "\n" + "\n".join("    " + describe(*item) for item in named.items()))
+    named = (("query", query), ("key", key), ("value", value), ("attn_bias", attn_bias))
+    for name, x in named:
+        text = f"{text}\n    {describe(name, x)}"
+    return ValueError(text)
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> None:

@@ -1,0 +1,325 @@
+"""The operator under torch.compile, FakeTensor, opcheck, export and vmap."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import memeff_attn
+from memeff_attn import ops
+from memeff_attn.attn_bias import (
+    CAUSAL_BOTTOM_RIGHT,
+    CAUSAL_TOP_LEFT,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+)
+from memeff_attn.dispatch import ChainedFwOp, CpuFwOp, variant
+
+attention = memeff_attn.memory_efficient_attention
+with_lse = memeff_attn.memory_efficient_attention_forward_requires_grad
+DTYPES = [torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make(
+    device: str, dtype: torch.dtype = torch.float32, rank: int = 4, rows: int = 9, width: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = (3, 2)[: rank - 3]
+    query = torch.randn(2, rows, *heads, 16, device=device).to(dtype)
+    key = torch.randn(2, 12, *heads, 16, device=device).to(dtype)
+    return query, key, torch.randn(2, 12, *heads, width, device=device).to(dtype)
+
+
+def whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [None, LowerTriangularMask(), LowerTriangularFromBottomRightMask(), "tensor", "2-D", "bool"],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_graph(device: str, bias: Any, dtype: torch.dtype) -> None:
+    """Masks as arguments and biases of any rank do not break the graph (B48b)."""
+    qkv = make(device, dtype)
+    if isinstance(bias, str):
+        shape = (9, 12) if bias == "2-D" else (2, 1, 9, 12)
+        bias = torch.randn(shape, device=device).to(dtype) if bias != "bool" else None
+        bias = torch.rand(shape, device=device) > 0.3 if bias is None else bias
+
+    def function(q: Tensor, k: Tensor, v: Tensor, b: Any) -> Tensor:
+        return attention(q * 2, k, v, b) + 1
+
+    assert torch.equal(whole(function)(*qkv, bias), function(*qkv, bias))
+
+
+def test_masks_made_inside() -> None:
+    qkv = make("cpu")
+    for mask in (LowerTriangularMask, LowerTriangularFromBottomRightMask):
+
+        def function(q: Tensor, k: Tensor, v: Tensor, mask: Any = mask) -> Any:
+            return with_lse(q, k, v, mask(), scale=0.3)
+
+        for mine, other in zip(whole(function)(*qkv), function(*qkv), strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_another_mask_is_another_graph() -> None:
+    compiled = whole(attention)
+    qkv = make("cpu")
+    for bias in (None, LowerTriangularMask(), LowerTriangularFromBottomRightMask(), None):
+        assert torch.equal(compiled(*qkv, bias), attention(*qkv, bias))
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+@pytest.mark.parametrize("width", [16, 5])
+def test_layouts(device: str, rank: int, width: int) -> None:
+    qkv = make(device, rank=rank, width=width)
+    assert torch.equal(whole(attention)(*qkv), attention(*qkv))
+
+
+def test_changing_sizes(device: str) -> None:
+    """One graph for every length, and a scale that changes."""
+    compiled = whole(attention, dynamic=True)
+    for rows in (9, 10, 33, 1):
+        qkv = make(device, rows=rows)
+        assert torch.equal(compiled(*qkv), attention(*qkv))
+        mask = LowerTriangularFromBottomRightMask()
+        assert torch.equal(compiled(*qkv, mask), attention(*qkv, mask))
+        scale = 0.1 * rows
+        assert torch.equal(compiled(*qkv, scale=scale), attention(*qkv, scale=scale))
+
+
+def test_empty() -> None:
+    compiled = whole(attention, dynamic=False)
+    for rows in (0, 3):
+        q, k, v = make("cpu", rows=rows)
+        assert torch.equal(compiled(q, k, v), attention(q, k, v))
+        assert torch.equal(compiled(q, k[:, :0], v[:, :0]), torch.zeros_like(q))
+
+
+def test_strides_a_compiler_may_choose(device: str) -> None:
+    """Size-1 dimensions of any stride, expanded biases, padded rows (B22)."""
+    compiled = whole(attention)
+    q, k, v = make(device, rows=1)
+    wide = torch.randn(2, 1, 1, 16, device=device)[..., :12].expand(2, 3, 1, 12)
+    odd = q.as_strided(q.shape, (48, 7, 16, 1))
+    for query, bias in itertools.product((q, odd), (None, wide)):
+        assert torch.equal(compiled(query, k, v, bias), attention(q, k, v, bias))
+
+
+def test_autocast_inside_a_graph(device: str) -> None:
+    q, k, v = make(device)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return attention(q, k.bfloat16(), v)
+
+    out = whole(function)(q, k, v)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, function(q, k, v))
+
+
+def test_tf32_setting_is_guarded() -> None:
+    """The flag is read at trace time; another setting is another graph."""
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(n.args[6] for n in graph.graph.nodes if "memeff" in str(n.target))
+        return graph
+
+    qkv = make("cpu")
+    compiled = torch.compile(attention, fullgraph=True, backend=backend)
+    saved = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (False, True, False):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            compiled(*qkv)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = saved
+    assert seen == [False, True]
+
+
+def test_errors_inside_a_graph() -> None:
+    """Dynamo wraps them; the text arrives. Without fullgraph they arrive as they are."""
+    q, k, v = make("cpu")
+    for function, arguments, error, text in (
+        (attention, (q, k, v[:, :3]), ValueError, "one length N"),
+        (attention, (q, k.half(), v), ValueError, "must have one dtype"),
+        (lambda *x: attention(*x, p=0.5), (q, k, v), NotImplementedError, "dropout comes with"),
+        (lambda *x: attention(*x, op=ChainedFwOp), (q, k, v), ValueError, "it takes cuda"),
+    ):
+        with pytest.raises(Exception, match=text):
+            whole(function)(*arguments)
+        if function is not attention:
+            with pytest.raises(error, match=text):
+                torch.compile(function, backend="aot_eager")(*arguments)
+
+
+@pytest.mark.parametrize("op", [CpuFwOp, (CpuFwOp, None)], ids=["class", "tuple"])
+def test_a_named_operator_in_a_graph(op: Any) -> None:
+    qkv = make("cpu")
+    compiled = whole(lambda q, k, v: attention(q, k, v, op=op))
+    assert torch.equal(compiled(*qkv), attention(*qkv))
+
+
+@pytest.mark.gpu
+def test_a_forced_kernel_in_a_graph() -> None:
+    qkv = make("cuda", torch.float16)
+    name = memeff_attn.explain(*qkv).split("chosen: ")[1].split()[0]
+    for op in (ChainedFwOp, variant(name)):
+        compiled = whole(lambda q, k, v, op=op: attention(q, k, v, op=op))
+        assert torch.equal(compiled(*qkv), attention(*qkv))
+
+
+def test_a_gradient_asked_of_a_graph() -> None:
+    """Forward compiles whole; backward says at run time what is missing."""
+    qkv = make("cpu")
+    for which in range(3):
+        tensors = [x.clone() for x in qkv]
+        tensors[which].requires_grad_()
+        out = whole(lambda q, k, v: attention(q, k, v).sin())(*tensors)
+        assert torch.equal(out, attention(*qkv).sin())
+        with pytest.raises(NotImplementedError, match=r"\[training\]"):
+            out.sum().backward()
+
+
+@pytest.mark.gpu
+def test_inductor() -> None:
+    for dtype in (torch.float16, torch.float32):
+        qkv = make("cuda", dtype)
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q + 1, k, v, LowerTriangularMask()).transpose(1, 2) * 2
+
+        compiled = torch.compile(function, fullgraph=True)
+        assert torch.equal(compiled(*qkv), function(*qkv))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    q, k, v = make("cuda", torch.float16)
+    attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v))
+
+
+def test_export() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, LowerTriangularMask())
+
+    qkv = make("cpu")
+    program = torch.export.export(Module(), qkv)
+    assert torch.equal(program.module()(*qkv), attention(*qkv, LowerTriangularMask()))
+
+
+# ---- the operator ----
+
+
+def op_arguments(device: str) -> Iterator[tuple[Any, ...]]:
+    for rank, dtype, width in itertools.product((3, 4, 5), DTYPES, (16, 5)):
+        qkv = make(device, dtype, rank, width=width)
+        bias = torch.randn((1,) * (rank - 2) + (9, 12), device=device).to(dtype)
+        yield (*qkv, None, 0.25, 0, False, True, "")
+        yield (*qkv, bias, 0.25, 0, False, False, "")
+        yield (*qkv, None, 0.25, CAUSAL_TOP_LEFT, False, True, "")
+        yield (*qkv, None, 0.25, CAUSAL_BOTTOM_RIGHT, False, False, "")
+
+
+def test_opcheck(device: str) -> None:
+    for arguments in op_arguments(device):
+        torch.library.opcheck(torch.ops.memeff_attn.forward.default, arguments)
+
+
+def layouts(device: str) -> Iterator[tuple[str, tuple[Tensor, Tensor, Tensor]]]:
+    for rank, dtype in itertools.product((3, 4, 5), DTYPES):
+        for rows, width in itertools.product((0, 1, 9), (16, 5)):
+            q, k, v = make(device, dtype, rank, rows, width)
+            name = f"rank {rank} {dtype} M {rows} Kv {width}"
+            yield f"{name} dense", (q, k, v)
+            yield f"{name} padded", (torch.cat([q, q], -1)[..., :16], k, v)
+            yield f"{name} last stride", (torch.cat([q, q], -1)[..., ::2], k, v)
+            yield f"{name} swapped", (q.transpose(0, 1).contiguous().transpose(0, 1), k, v)
+            yield f"{name} expanded", (q[:1].expand_as(q), k[:1].expand_as(k), v)
+            yield f"{name} no key", (q, k[:, :0], v[:, :0])
+            yield f"{name} no batch", (q[:0], k[:0], v[:0])
+
+
+def facts(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.dtype, x.device.type, x.storage_offset()
+
+
+def test_fake_equals_real(device: str) -> None:
+    """Sizes, strides, dtypes on every branch, size-1 and empty dimensions too (B18)."""
+    wrong = []
+    for name, qkv in layouts(device):
+        for need_lse in (False, True):
+            arguments = (None, 0.25, 0, False, need_lse, "")
+            real = ops.forward(*qkv, *arguments)
+            with FakeTensorMode() as mode:
+                fake = ops.forward(*map(mode.from_tensor, qkv), *arguments)
+            if list(map(facts, real)) != list(map(facts, fake)):
+                wrong.append(f"{name}: {list(map(facts, real))} != {list(map(facts, fake))}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_gpu_implementation_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it allocates is what the fake promises."""
+    monkeypatch.setattr(ops, "_launch", lambda *arguments: None)
+    monkeypatch.setattr(ops, "_current_stream", None)
+    for name, qkv in layouts("cpu"):
+        for need_lse in (False, True):
+            arguments = (None, 0.25, 0, False, need_lse, "")
+            real = ops._forward_cuda(*qkv, *arguments)
+            fake = ops._forward_fake(*qkv, *arguments)
+            assert list(map(facts, real)) == list(map(facts, fake)), name
+
+
+def test_fake_refuses_what_the_real_refuses() -> None:
+    q, k, v = make("cpu")
+    v = v[:, :3]
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match="one length N"):
+        attention(*map(mode.from_tensor, (q, k, v)))
+
+
+def test_meta_tensors() -> None:
+    out, lse = with_lse(*(x.to("meta") for x in make("cpu")))
+    assert out.is_meta and out.shape == (2, 9, 3, 16) and lse.shape == (2, 3, 9)
+
+
+def test_vmap(device: str) -> None:
+    """Equals a loop (B48f)."""
+    q, k, v = (torch.stack([x, x * 2, x - 1]) for x in make(device))
+    for arguments, dims in (((q, k, v), (0, 0, 0)), ((q, k[0], v[0]), (0, None, None))):
+        with_vmap = torch.vmap(attention, in_dims=dims)(*arguments)
+        for i, out in enumerate(with_vmap):
+            one = [x if d is None else x[i] for x, d in zip(arguments, dims, strict=True)]
+            assert torch.equal(out, attention(*one))
+
+
+def test_checkpointing_keeps_its_message() -> None:
+    q, k, v = make("cpu")
+    q.requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
+    with pytest.raises(NotImplementedError, match=r"\[training\]"):
+        out.sum().backward()
