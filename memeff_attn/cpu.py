@@ -27,7 +27,12 @@ def effective_causal(query: Tensor, key: Tensor, causal: int) -> int:
 
 
 def route(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, causal: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
 ) -> tuple[str, str]:
     """("flash" or "blockwise", why)."""
     if query.shape[-1] != value.shape[-1]:
@@ -38,8 +43,14 @@ def route(
         )
     if query.dtype == torch.float32:
         return "blockwise", "PyTorch's flash kernel rounds exp to 20 bits, too coarse for float32"
-    if effective_causal(query, key, causal) == CAUSAL_BOTTOM_RIGHT:
+    rule = effective_causal(query, key, causal)
+    if rule == CAUSAL_BOTTOM_RIGHT:
         return "blockwise", "PyTorch's flash kernel has no bottom-right causal mask"
+    if rule == CAUSAL_TOP_LEFT and scale <= 0:
+        return (
+            "blockwise",
+            "PyTorch's flash kernel scales the causal mask, so scale must be above 0",
+        )
     if 0 in query.shape or 0 in key.shape:
         return "blockwise", "an input is empty"
     if (
@@ -69,7 +80,7 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, scale: float, causal: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of validated inputs; out contiguous in the query's layout, lse contiguous fp32."""
-    path, _ = route(query, key, value, attn_bias, causal)
+    path, _ = route(query, key, value, attn_bias, scale, causal)
     if path == "flash":
         return _flash(query, key, value, attn_bias, scale, effective_causal(query, key, causal))
     return blockwise(query, key, value, attn_bias, scale, torch.float32, query.dtype, causal)

@@ -379,7 +379,7 @@ def _explain_cpu(d: Inputs, chosen: type[AttentionFwOpBase] | None) -> str:
         return "chosen: none\n" + _listing(CpuFwOp, reasons)
     bias, causal = split_bias(d.attn_bias)
     bias = None if bias is None else bias_of_rank(bias, d.query)
-    path, why = cpu.route(d.query, d.key, d.value, bias, causal)
+    path, why = cpu.route(d.query, d.key, d.value, bias, d.scale_float, causal)
     name = "PyTorch's flash kernel for the CPU" if path == "flash" else "blockwise PyTorch"
     others = f"the others:\n  - takes tensors on a GPU: {ChainedFwOp.NAME}"
     return f"chosen: {CpuFwOp.NAME}, {name} ({why})\n{others}"

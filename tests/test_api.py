@@ -291,7 +291,7 @@ def test_info() -> None:
 def test_explain_names_what_runs() -> None:
     q, k, v = make("cpu", 4, torch.float16)
     assert "PyTorch's flash kernel for the CPU" in memeff_attn.explain(q, k, v)
-    assert cpu.route(q, k, v, None, BOTTOM_RIGHT)[1] in memeff_attn.explain(q, k, v, MASKS[2])
+    assert cpu.route(q, k, v, None, 0.25, BOTTOM_RIGHT)[1] in memeff_attn.explain(q, k, v, MASKS[2])
     module, _ = dispatch.native()
     if module is not None and module.variants():
         text = memeff_attn.explain(q, k, v, device="sm_80")

@@ -41,8 +41,10 @@ def inputs(
     )
 
 
-def route(qkv: Tensors, bias: torch.Tensor | None = None, causal: int = NONE) -> str:
-    return cpu.route(*qkv, bias, causal)[0]
+def route(
+    qkv: Tensors, bias: torch.Tensor | None = None, causal: int = NONE, scale: float = 0.2
+) -> str:
+    return cpu.route(*qkv, bias, scale, causal)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +62,8 @@ def test_sizes(dtype: torch.dtype, causal: int, key_heads: int, width: int) -> N
 @pytest.mark.parametrize("width", [24, 40])
 def test_scale(dtype: torch.dtype, scale: float, width: int) -> None:
     qkv = inputs(dtype, width=width)
-    check(*attention(*qkv, scale=scale), *qkv, scale=scale)
+    for causal, mask in MASKS.items():
+        check(*attention(*qkv, mask, scale=scale), *qkv, causal=causal, scale=scale)
 
 
 def dead_rows(bias: torch.Tensor) -> torch.Tensor:
@@ -222,6 +225,8 @@ def test_routes() -> None:
     qkv = inputs(torch.float16)
     assert route(qkv) == "flash"
     assert route(qkv, causal=TOP_LEFT) == "flash"
+    assert route(qkv, causal=TOP_LEFT, scale=0.0) == "blockwise"  # it would give NaN
+    assert route(qkv, causal=NONE, scale=-1.0) == "flash"
     assert route(qkv, causal=BOTTOM_RIGHT) == "blockwise"
     assert route(inputs(torch.float16, 1, 53), causal=BOTTOM_RIGHT) == "flash"
     assert route(inputs(torch.float16, 53, 53), causal=BOTTOM_RIGHT) == "flash"
