@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from tolerance import Checker, judge, plain_attention, tf32, ulp
+from tolerance import Checker, judge, plain_attention, round_tf32, tf32, ulp
 
 memeff_attn = pytest.importorskip("memeff_attn")
 
@@ -195,6 +195,21 @@ class TestTheRule:
         checker.attention("dust", out.half(), lse.float(), query, key, value, bias)
         with pytest.raises(AssertionError, match="empty-row"):
             checker.finish()
+
+    def test_tf32_rounding(self) -> None:
+        ulp_of_one = 2.0**-10
+        given = torch.tensor([1.0, 1 + 0.49 * ulp_of_one, 1 + 0.5 * ulp_of_one, -1 - ulp_of_one])
+        expected = torch.tensor([1.0, 1.0, 1 + ulp_of_one, -1 - ulp_of_one])
+        assert torch.equal(round_tf32(given), expected)
+        query, key, value = cases.make(Case("f32"), "cpu").tuple()[:3]
+        exact, _ = plain_attention(query, key, value)
+        errors = [
+            (plain_attention(query, key, value, dtype=torch.float32, in_tf32=t)[0] - exact)
+            .abs()
+            .max()
+            for t in (False, True)
+        ]
+        assert errors[0] < 2e-6 < errors[1] < 3e-3
 
     def test_limits(self) -> None:
         assert judge("x", [2.0, 1.0, 1.0, 1.0, 0.0, 0.0], 0.0) == []
