@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Shape:
 BYTES = {"f16": 2, "bf16": 2, "f32": 4}
 BOTH = (False, True)
 NO_BIAS = (False,)
+BIAS = (True,)
+FEW_QUERIES: dict[str, Any] = {"max_m": 64, "max_blocks_per_sm": 3}
 
 
 def variants(
@@ -115,29 +118,10 @@ def variants(
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 SM80_16 = [
-    Shape(
-        "k32_m64",
-        (64, 64, 32),
-        (16, 64, 32),
-        "resident:32",
-        21024,
-        32,
-        blocks=4,
-        max_m=64,
-        max_blocks_per_sm=4,
-    ),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=3),
-    Shape(
-        "k64_m64",
-        (64, 64, 64),
-        (16, 64, 64),
-        "resident:64",
-        33312,
-        64,
-        blocks=3,
-        max_m=64,
-        max_blocks_per_sm=3,
-    ),
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=4, **FEW_QUERIES),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=3, bias=NO_BIAS),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=2, bias=BIAS),
+    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33312, 64, blocks=3, **FEW_QUERIES),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2),
     Shape(
         "k128_m64",
@@ -147,11 +131,23 @@ SM80_16 = [
         57888,
         128,
         blocks=2,
+        bias=NO_BIAS,
         max_m=64,
         max_blocks_per_sm=2,
     ),
     Shape(
-        "k128", (128, 64, 128), (32, 64, 128), "resident:128", 82976, 128, blocks=2, spills=NO_BIAS
+        "k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2, bias=BIAS
+    ),
+    Shape(
+        "k128",
+        (128, 64, 128),
+        (32, 64, 128),
+        "resident:128",
+        82976,
+        128,
+        blocks=2,
+        bias=NO_BIAS,
+        spills=NO_BIAS,
     ),
     Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107040, 256, blocks=2),
     Shape(
@@ -165,13 +161,10 @@ SM80_16 = [
         spills=NO_BIAS,
     ),
     Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189216, 384, bias=NO_BIAS),
-    Shape(
-        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222496, spills=BOTH
-    ),  # 227 KB: H100, H200
-    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124192),  # fits 163 KB: A100
-    Shape(
-        "v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, spills=BOTH
-    ),  # fits 99 KB: sm86, sm89
+    # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
+    Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222496, spills=BOTH),
+    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124192),
+    Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, spills=BOTH),
 ]
 SM80_16_UNALIGNED = [
     Shape(
@@ -185,51 +178,38 @@ SM80_16_UNALIGNED = [
         spills=BOTH,
     ),
 ]
-# Ampere and later, fp32 (3xTF32) and TF32.
+# Ampere and later, fp32 (3xTF32) and TF32. cp.async moves single fp32 elements, so unaligned data
+# takes the same tiles.
 SM80_F32 = [
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 66592, 32, blocks=2, spills=BOTH),
-    Shape("k64", (64, 64, 64), (32, 32, 32), "resident:64", 66336, 64, blocks=2, spills=BOTH),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, blocks=2),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99872, 64, spills=BOTH),
+    Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90912, 96, blocks=2, bias=NO_BIAS),
+    Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165920, 128),
+    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214560, 256),
+    Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 62992, in_memory=True),
+    Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66592, 64, alignment=1, blocks=2),
     Shape(
-        "k96",
-        (64, 64, 96),
-        (16, 64, 96),
-        "resident:96",
-        90656,
-        96,
-        blocks=2,
-        bias=NO_BIAS,
-        spills=NO_BIAS,
-    ),
-    Shape("k128", (64, 64, 128), (32, 32, 64), "resident:128", 115488, 128, blocks=2, spills=BOTH),
-    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214304, 256, spills=BOTH),
-    Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 87568, in_memory=True, spills=BOTH),
-    Shape(
-        "unaligned",
-        (64, 64, 64),
-        (32, 32, 32),
-        "streamed:3",
-        87568,
-        alignment=1,
-        in_memory=True,
-        spills=BOTH,
+        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 62992, alignment=1, in_memory=True
     ),
 ]
 # Turing (64 KB a block): loads pass through registers, the first product streams: K is free.
 SM75 = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, 64, blocks=2),
-    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 41760, blocks=2),
-    Shape("unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 41760, alignment=1, blocks=2),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, 64, blocks=2, bias=NO_BIAS),
+    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 41760, blocks=2, bias=NO_BIAS),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, blocks=2, bias=BIAS),
+    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, alignment=1, blocks=2),
 ]
 # Volta (96 KB): the same tiles; its operand layout pads differently.
 SM70 = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, 64, blocks=2),
-    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 42016, blocks=2),
-    Shape("unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 42016, alignment=1, blocks=2),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, 64, blocks=2, bias=NO_BIAS),
+    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 42016, blocks=2, bias=NO_BIAS),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, blocks=2, bias=BIAS),
+    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, alignment=1, blocks=2),
 ]
 # FFMA: fp32 before Ampere, and bf16 where no tensor core knows it.
 SIMT = [
     Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43296, 64, alignment=1, blocks=2),
-    Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60256, alignment=1, blocks=1),
+    Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60256, alignment=1),
 ]
 
 VARIANTS: list[Variant] = [

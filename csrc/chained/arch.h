@@ -24,7 +24,7 @@ using Gemm = cutlass::gemm::GemmShape<kM, kN, kK>;
 //   Element          in global memory            MmaElement   in shared memory
 //   OpClass, ArchTag, Instruction, Operator      CUTLASS's names for the products
 //   kAsync           cp.async fills shared memory; otherwise loads pass through registers
-//   kQkStep          columns of K in one pipeline stage of the first product
+//   kQkStep, kStreamedQkStep   columns of K in one stage of the first product, resident and streamed
 //   kPvStep          keys in one stage of the second product's operands
 //   kSplitFp32       fp32 products as three TF32 ones (resident_mma.h)
 //   kSimt            FFMA; operand A is column-major in shared memory, the epilogue stores single elements
@@ -41,6 +41,7 @@ struct Sm80 {
   using StreamedOperator = Operator;
   static constexpr bool kAsync = true;
   static constexpr int kQkStep = 64;
+  static constexpr int kStreamedQkStep = 64;
   static constexpr int kPvStep = 64;
   static constexpr bool kSplitFp32 = false;
   static constexpr bool kSimt = false;
@@ -53,6 +54,7 @@ struct Sm80Float : Sm80<float> {
   using StreamedOperator =
       std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
   static constexpr int kQkStep = 32;
+  static constexpr int kStreamedQkStep = 16;  // the stock loop sums one stage from zero: short stages, small errors
   static constexpr int kPvStep = 32;
   static constexpr bool kSplitFp32 = kSplit;
 };
@@ -72,6 +74,7 @@ struct Sm75 : Sm80<T> {
   using Instruction = Gemm<16, 8, 8>;
   static constexpr bool kAsync = false;
   static constexpr int kQkStep = 32;
+  static constexpr int kStreamedQkStep = 32;
   static constexpr int kPvStep = 32;
 };
 
@@ -90,6 +93,7 @@ struct Simt : Sm75<T> {
   using OpClass = cutlass::arch::OpClassSimt;
   using Instruction = Gemm<1, 1, 1>;
   static constexpr int kQkStep = 8;
+  static constexpr int kStreamedQkStep = 8;
   static constexpr int kPvStep = 8;
   static constexpr bool kSimt = true;
 };

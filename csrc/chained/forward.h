@@ -38,7 +38,8 @@ struct ForwardBlock {
   using PvMma = typename Traits::PvMma;
   using Exponent = typename Traits::Exponent;
   using SharedStorage = typename Traits::SharedStorage;
-  using State = SoftmaxState<CoordS::kRows>;
+  static constexpr bool kFlush = Traits::kFlushKeys > 0;
+  using State = SoftmaxState<CoordS::kRows, kFlush>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kValueTile = Traits::kValueTile;
   static constexpr bool kInMemory = Traits::Output::kInMemory;
   static constexpr bool kResident = Traits::Qk::kResident;
@@ -135,7 +136,7 @@ struct ForwardBlock {
     const float before = state.max[i];
     state.max[i] = fmaxf(before, max);
     const float alpha = Exponent::rescale(before, Exponent::reference(state.max[i], args.exponent), args.exponent);
-    state.sum[i] *= alpha;
+    state.rescale(i, alpha);
     return alpha;
   }
 
@@ -247,7 +248,7 @@ struct ForwardBlock {
     typename Traits::OutputIterator::Params to(layout);
     typename Traits::OutputIterator destination(to, out + column0, extent, thread);
     typename Traits::Epilogue epilogue(storage, thread, warp, lane);
-    if constexpr (kInMemory) {
+    if constexpr (Traits::kHasSource) {
       typename Traits::SourceIterator::Params from(layout);
       typename Traits::SourceIterator source(from, out + column0, extent, thread);
       typename Traits::Visitor visitor(destination, typename Traits::Source(source, smem.scratch.source_scale, add),
@@ -259,8 +260,7 @@ struct ForwardBlock {
     }
   }
 
-  // --- main loops
-  // -------------------------------------------------------------------------------------------------------
+  // --- main loops ---
 
   CUTLASS_DEVICE void start_values(typename Traits::ValueLoader& loader, int key0, int column0) const {
     loader.start(value + offset(key0, p.value.stride_m) + column0, p.value.stride_m, keys_end - key0, values - column0);
@@ -301,7 +301,24 @@ struct ForwardBlock {
         __syncwarp();  // a warp reads only the rows of P that it wrote
       }
       accumulate(o, pv, alpha, keys_end - key0);
+      if constexpr (kFlush) {
+        const int done = key0 + kTileN;
+        if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
+      }
     }
+  }
+
+  // fp32: adds O to the output and starts it anew.
+  CUTLASS_DEVICE void flush(FragmentO& o) {
+    float one[CoordS::kRows];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) one[i] = 1.f;
+    publish(smem.scratch.scale, one);
+    publish(smem.scratch.source_scale, state.pending);
+    __syncthreads();  // factors are published; every warp is done with P and V, whose place the epilogue takes
+    store_output(o, smem.flush_epilogue, 0, state.aside);
+    o.clear();
+    state.set_aside();
   }
 
   CUTLASS_DEVICE auto query_iterator() const {
@@ -397,11 +414,22 @@ struct ForwardBlock {
     }
     if (kInMemory && keys_end > 0) return;
     float inverse[CoordS::kRows];
+    bool add = false;
+    if constexpr (kFlush) {
+      add = state.aside;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < CoordS::kRows; ++i) state.sum[i] += state.sum_aside[i];
+    }
     finish_rows(inverse);
     publish(smem.scratch.scale, inverse);
+    if constexpr (kFlush) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < CoordS::kRows; ++i) state.pending[i] *= inverse[i];
+      publish(smem.scratch.source_scale, state.pending);
+    }
     __syncthreads();  // the epilogue's storage overlaps the first product's operands
     for (int column0 = 0; column0 < (kInMemory ? values : 1); column0 += kValueTile) {
-      store_output(o, smem.last_epilogue, column0, false);
+      store_output(o, smem.last_epilogue, column0, add);
     }
   }
 };

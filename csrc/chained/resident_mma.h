@@ -48,7 +48,9 @@ class ResidentMma
   // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of kGroupK must
   // be finite (zero-filled); those beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
-    if (depth > (kGroups - 1) * kGroupK) {
+    if constexpr (kSplitFp32) {
+      multiply_split(acc, depth);
+    } else if (depth > (kGroups - 1) * kGroupK) {
       multiply<true>(acc, depth);
     } else {
       multiply<false>(acc, depth);
@@ -71,11 +73,23 @@ class ResidentMma
       if (!kWhole && group * kGroupK >= depth) break;
       const int next = group + kAhead;
       if (next < kGroups) load(a, b, frag_a[next & 1], frag_b[next & 1], next);
-      if constexpr (kSplitFp32) {
-        split_step(acc, frag_a[group & 1], frag_b[group & 1]);
-        __syncwarp();  // keeps the assembler from pulling the loads of later steps up until registers spill
-      } else {
-        step(acc, frag_a[group & 1], frag_b[group & 1]);
+      step(acc, frag_a[group & 1], frag_b[group & 1]);
+    }
+  }
+
+  // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill.
+  CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
+    auto a = this->warp_tile_iterator_A_;
+    auto b = this->warp_tile_iterator_B_;
+#pragma unroll 1
+    for (int stage = 0; stage < kStages; ++stage) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kGroupsPerStage; ++group) {
+        if ((stage * kGroupsPerStage + group) * kGroupK >= depth) return;
+        FragmentA frag_a;
+        FragmentB frag_b;
+        load(a, b, frag_a, frag_b, group);
+        split_step(acc, frag_a, frag_b);
       }
     }
   }

@@ -128,7 +128,9 @@ struct ForwardTraits {
   static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
 
   // S = Q K^T
-  static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
+  static constexpr int kQkStep = !Qk::kResident              ? Arch::kStreamedQkStep
+                                 : Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK
+                                                             : Arch::kQkStep;
   using QkShape = Gemm<kTileM, kTileN, kQkStep>;
   using QkWarpShape = Gemm<Warp_::kM, Warp_::kQkN, kQkStep>;
 
@@ -186,7 +188,11 @@ struct ForwardTraits {
   using OutputIterator = typename Parts::OutputTileIterator;
   using SourceIterator =
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
-  using Source = std::conditional_t<Output::kInMemory, FloatSource<SourceIterator>, NoSource>;
+  // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
+  // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
+  static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident ? 1024 : 0;
+  static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
+  using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
   using Epilogue = cutlass::epilogue::threadblock::EpilogueWithVisitor<
       Visitor, OutputShape, typename PvMma::Operator, 1, typename Parts::AccumulatorFragmentIterator,
@@ -200,7 +206,7 @@ struct ForwardTraits {
   struct SourceScale {
     float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
-  struct Scratch : std::conditional_t<Output::kInMemory, SourceScale, Empty> {
+  struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
     Element* out;                     // kept here, not in registers, until the epilogue
@@ -211,8 +217,11 @@ struct ForwardTraits {
       typename QkMma::Base::SharedStorage qk;
       typename Epilogue::SharedStorage last_epilogue;  // after the last key block
     };
-    typename PvMma::Base::SharedStorage pv;
-    std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage, Empty> epilogue;  // between key blocks
+    union {
+      typename PvMma::Base::SharedStorage pv;
+      std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage, Empty> flush_epilogue;  // P and V are used
+    };
+    std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage, Empty> epilogue;  // P is still needed
     Scratch scratch;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));

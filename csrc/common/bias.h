@@ -25,7 +25,9 @@ template <typename T>
 CUTLASS_DEVICE float bias_value(T const& x) {
   return float(x);
 }
-CUTLASS_DEVICE float bias_value(bool visible) { return visible ? 0.f : negative_infinity(); }
+// A bool is read as a byte: CUTLASS packs arrays of bool by the bit.
+using BoolByte = uint8_t;
+CUTLASS_DEVICE float bias_value(BoolByte visible) { return visible != 0 ? 0.f : negative_infinity(); }
 
 // Coord: AccCoord. row0, column0: this warp's first row and key; lane's elements follow Coord.
 template <typename T, typename Coord, typename Fragment>
@@ -57,7 +59,7 @@ template <typename T, typename Coord, typename Fragment>
 CUTLASS_DEVICE void add_bias(Fragment& s, BiasTile const& bias, float scale, int row0, int column0, int lane, int rows,
                              int keys) {
   if (bias.dtype == DType::kBool) {
-    add_bias_of<bool, Coord>(s, bias, scale, row0, column0, lane, rows, keys);
+    add_bias_of<BoolByte, Coord>(s, bias, scale, row0, column0, lane, rows, keys);
   } else if (bias.dtype == DType::kF32 && !std::is_same<T, float>::value) {
     add_bias_of<float, Coord>(s, bias, scale, row0, column0, lane, rows, keys);
   } else {

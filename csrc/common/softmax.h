@@ -44,8 +44,9 @@ struct PlainLogits {
 };
 
 // State of the rows that one thread holds accumulators of. `sum` is this thread's part only: the parts are added up
-// once, at the end, because every thread of a row uses the same maximum.
-template <int kRows>
+// once, at the end, because every thread of a row uses the same maximum. kTwoLevels: sums are set aside now and then,
+// with O.
+template <int kRows, bool kTwoLevels>
 struct SoftmaxState {
   float max[kRows];
   float sum[kRows];
@@ -55,6 +56,36 @@ struct SoftmaxState {
     for (int i = 0; i < kRows; ++i) {
       max[i] = negative_infinity();
       sum[i] = 0.f;
+    }
+  }
+  CUTLASS_DEVICE void rescale(int i, float alpha) { sum[i] *= alpha; }
+};
+
+template <int kRows>
+struct SoftmaxState<kRows, true> : SoftmaxState<kRows, false> {
+  float sum_aside[kRows];
+  float pending[kRows];  // factor that O set aside has yet to take
+  bool aside = false;    // something was set aside
+
+  CUTLASS_DEVICE SoftmaxState() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      sum_aside[i] = 0.f;
+      pending[i] = 1.f;
+    }
+  }
+  CUTLASS_DEVICE void rescale(int i, float alpha) {
+    this->sum[i] *= alpha;
+    sum_aside[i] *= alpha;
+    pending[i] *= alpha;
+  }
+  CUTLASS_DEVICE void set_aside() {
+    aside = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      sum_aside[i] += this->sum[i];
+      this->sum[i] = 0.f;
+      pending[i] = 1.f;
     }
   }
 };
