@@ -168,7 +168,10 @@ def _attention(
         call = ops.forward_cuda
     else:
         call = ops.forward
-    return call(query, key, value, bias, scale, causal, tf32, need_lse, variant)
+    result: tuple[Tensor, Tensor] = call(
+        query, key, value, bias, scale, causal, tf32, need_lse, variant
+    )
+    return result
 
 
 def _refuse(
