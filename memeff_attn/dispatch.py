@@ -26,7 +26,7 @@ from .attn_bias import (
     bias_of_rank,
     split_bias,
 )
-from .inputs import Inputs
+from .inputs import Inputs as Inputs  # public here, as in xFormers
 
 NoneType: type = type(None)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})

@@ -158,6 +158,8 @@ def forward_cuda(
 
 _plain_types = (Tensor, torch.nn.Parameter)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_tracing: Callable[[], object] = torch._C._get_tracing_state  # torch.jit.trace, ONNX export
 _transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -175,6 +177,8 @@ def goes_direct(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | N
         and not (query.is_neg() or key.is_neg() or value.is_neg())
         and (attn_bias is None or (type(attn_bias) in _plain_types and not attn_bias.is_neg()))
         and _modes() == 0
+        and _function_modes() == 0
+        and not _tracing()
         and _transform() is None
         and not _profiled()
     )
@@ -306,15 +310,13 @@ forward = torch.ops.memeff_attn.forward.default
 class Forward(torch.autograd.Function):
     """The operator where a gradient may be asked for later."""
 
+    # Not the setup_context form: torch binds its arguments by signature, 20 us a call.
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse = forward(*arguments)
+        ctx.save_for_backward(*arguments[:4])
+        ctx.mark_non_differentiable(lse)
         return out, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:4])
-        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -323,3 +323,68 @@ def test_checkpointing_keeps_its_message() -> None:
     out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
     with pytest.raises(NotImplementedError, match=r"\[training\]"):
         out.sum().backward()
+
+
+# ---- the short way around the dispatcher ----
+
+
+class PlainCuda:
+    """What goes_direct asks of a plain CUDA tensor."""
+
+    is_cuda = True
+
+    def is_neg(self) -> bool:
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_short_way_is_left_where_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    x: Any = PlainCuda()
+    seen: dict[str, bool] = {}
+
+    def look(name: str) -> Callable[[Any], Any]:
+        def looked(anything: Any = None) -> Any:
+            seen[name] = ops.goes_direct(x, x, x, None)
+            return anything
+
+        return looked
+
+    assert not ops.goes_direct(x, x, x, None)  # a subclass, as far as types tell
+    monkeypatch.setattr(ops, "_plain_types", (PlainCuda,))
+    assert ops.goes_direct(x, x, x, None) and ops.goes_direct(x, x, x, x)
+    assert not ops.goes_direct(x, x, x, torch.ones(1))
+    one = torch.ones(2)
+    with FakeTensorMode():
+        look("dispatch mode")()
+    with torch.overrides.BaseTorchFunctionMode():
+        look("function mode")()
+    torch.vmap(look("vmap"))(one)
+    torch.func.grad(lambda t: look("grad")(t).sum())(one)
+    torch.jit.trace(look("jit.trace"), one, check_trace=False)
+    with torch.autograd.profiler.profile():
+        look("profiler")()
+    assert seen == dict.fromkeys(
+        ("dispatch mode", "function mode", "vmap", "grad", "jit.trace", "profiler"), False
+    )
+    assert not ops.goes_direct(*make("cpu"), None)
+
+
+@pytest.mark.gpu
+def test_the_short_way_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, width in itertools.product((3, 4, 5), (16, 5)):
+        qkv = make("cuda", torch.float16, rank, width=width)
+        assert ops.goes_direct(*qkv, None)
+        short = with_lse(*qkv, LowerTriangularMask())
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "goes_direct", lambda *arguments: False)
+            long = with_lse(*qkv, LowerTriangularMask())
+        for mine, other in zip(short, long, strict=True):
+            assert torch.equal(mine, other) and facts(mine) == facts(other)
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated, and says that sizes become constants
+def test_jit_trace(device: str) -> None:
+    qkv = make(device)
+    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v), qkv)
+    others = tuple(x + 1 for x in qkv)
+    assert torch.equal(traced(*others), attention(*others))
