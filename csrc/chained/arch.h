@@ -24,9 +24,10 @@ using Gemm = cutlass::gemm::GemmShape<kM, kN, kK>;
 //   Element          in global memory            MmaElement   in shared memory
 //   OpClass, ArchTag, Instruction, Operator      CUTLASS's names for the products
 //   kAsync           cp.async fills shared memory; otherwise loads pass through registers
-//   kQkStep, kStreamedQkStep   columns of K in one stage of the first product, resident and streamed
+//   kQkStep          columns of K in one stage of the first product
 //   kPvStep          keys in one stage of the second product's operands
 //   kSplitFp32       fp32 products as three TF32 ones (resident_mma.h)
+//   kOwnStream       K beyond the resident tiles: StreamedMma in place of EarlyStart over a stock main loop
 //   kSimt            FFMA; operand A is column-major in shared memory, the epilogue stores single elements
 
 // Ampere and later. 16-bit: m16n8k16. fp32: 3xTF32 (kTf32 = false) or TF32, m16n8k8.
@@ -38,12 +39,11 @@ struct Sm80 {
   using OpClass = cutlass::arch::OpClassTensorOp;
   using Instruction = Gemm<16, 8, 16>;
   using Operator = cutlass::arch::OpMultiplyAdd;
-  using StreamedOperator = Operator;
   static constexpr bool kAsync = true;
   static constexpr int kQkStep = 64;
-  static constexpr int kStreamedQkStep = 64;
   static constexpr int kPvStep = 64;
   static constexpr bool kSplitFp32 = false;
+  static constexpr bool kOwnStream = false;
   static constexpr bool kSimt = false;
 };
 
@@ -54,9 +54,9 @@ struct Sm80Float : Sm80<float> {
   using StreamedOperator =
       std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
   static constexpr int kQkStep = 32;
-  static constexpr int kStreamedQkStep = 16;  // the stock loop sums one stage from zero: short stages, small errors
   static constexpr int kPvStep = 32;
   static constexpr bool kSplitFp32 = kSplit;
+  static constexpr bool kOwnStream = true;
 };
 using Sm80Fp32 = Sm80Float<true>;
 using Sm80Tf32 = Sm80Float<false>;
@@ -74,7 +74,6 @@ struct Sm75 : Sm80<T> {
   using Instruction = Gemm<16, 8, 8>;
   static constexpr bool kAsync = false;
   static constexpr int kQkStep = 32;
-  static constexpr int kStreamedQkStep = 32;
   static constexpr int kPvStep = 32;
 };
 
@@ -93,7 +92,6 @@ struct Simt : Sm75<T> {
   using OpClass = cutlass::arch::OpClassSimt;
   using Instruction = Gemm<1, 1, 1>;
   static constexpr int kQkStep = 8;
-  static constexpr int kStreamedQkStep = 8;
   static constexpr int kPvStep = 8;
   static constexpr bool kSimt = true;
 };

@@ -284,7 +284,14 @@ struct ForwardBlock {
       start_values(loader, key0, 0);
       FragmentS s;
       s.clear();
-      qk(s, p.head_dim);
+      if constexpr (Traits::kFmaScores) {
+        auto a = smem.qk.operand_A_ref();
+        auto b = smem.qk.operand_B_ref();
+        Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
+                               p.head_dim);
+      } else {
+        qk(s, p.head_dim);
+      }
       finish_scores(s, key0);
       float alpha[CoordS::kRows];
       find_maximum(s, alpha);
@@ -321,17 +328,33 @@ struct ForwardBlock {
     state.set_aside();
   }
 
-  CUTLASS_DEVICE auto query_iterator() const {
-    using Iterator = typename QkMma::IteratorA;
-    return Iterator(typename Iterator::Params(cutlass::layout::RowMajor(p.query.stride_m)), const_cast<Element*>(query),
-                    {rows, p.head_dim}, thread, {0, 0});
+  CUTLASS_DEVICE auto query_source() const {
+    if constexpr (Traits::kLoadedStream) {
+      return TileSource<Element>{query, p.query.stride_m, rows, p.head_dim};
+    } else {
+      using Iterator = typename QkMma::IteratorA;
+      return Iterator(typename Iterator::Params(cutlass::layout::RowMajor(p.query.stride_m)),
+                      const_cast<Element*>(query), {rows, p.head_dim}, thread, {0, 0});
+    }
   }
-  CUTLASS_DEVICE auto key_iterator(int key0) const {
-    using Iterator = typename QkMma::IteratorB;
+  CUTLASS_DEVICE auto key_source(int key0) const {
     const int left = keys_end - key0;
-    return Iterator(typename Iterator::Params(cutlass::layout::ColumnMajor(p.key.stride_m)),
-                    const_cast<Element*>(key) + offset(key0, p.key.stride_m),
-                    {p.head_dim, left < kTileN ? left : kTileN}, thread, {0, 0});
+    if constexpr (Traits::kLoadedStream) {
+      return TileSource<Element>{key + offset(key0, p.key.stride_m), p.key.stride_m, left, p.head_dim};
+    } else {
+      using Iterator = typename QkMma::IteratorB;
+      return Iterator(typename Iterator::Params(cutlass::layout::ColumnMajor(p.key.stride_m)),
+                      const_cast<Element*>(key) + offset(key0, p.key.stride_m),
+                      {p.head_dim, left < kTileN ? left : kTileN}, thread, {0, 0});
+    }
+  }
+  template <typename SourceA, typename SourceB>
+  CUTLASS_DEVICE void start_scores(QkMma& qk, SourceA& a, SourceB& b) const {
+    if constexpr (Traits::kLoadedStream) {
+      qk.start(a, b);
+    } else {
+      qk.start(a, b, (p.head_dim + Traits::kQkStep - 1) / Traits::kQkStep);
+    }
   }
 
   CUTLASS_DEVICE void run_streamed(FragmentO& o) {
@@ -339,10 +362,9 @@ struct ForwardBlock {
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
     QkMma qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
-    const int k_tiles = (p.head_dim + Traits::kQkStep - 1) / Traits::kQkStep;
-    auto a = query_iterator();
-    auto b = key_iterator(0);
-    qk.start(a, b, k_tiles);
+    auto a = query_source();
+    auto b = key_source(0);
+    start_scores(qk, a, b);
     for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
       if (kAsync && !kInMemory) {
         if (key0 > 0) __syncthreads();  // every warp is done with V(j-1)
@@ -362,9 +384,9 @@ struct ForwardBlock {
       if constexpr (kInMemory) publish_factors(alpha, last);
       __syncthreads();  // P (and V where it passed through registers) is there; every warp is done with K(j)
       if (!last) {
-        a = query_iterator();
-        b = key_iterator(key0 + kTileN);
-        qk.start(a, b, k_tiles);
+        a = query_source();
+        b = key_source(key0 + kTileN);
+        start_scores(qk, a, b);
       }
       if constexpr (kInMemory) {
         add_to_output(loader, pv, key0);

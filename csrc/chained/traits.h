@@ -9,9 +9,11 @@
 #include "chained/acc_coord.h"
 #include "chained/arch.h"
 #include "chained/early_start.h"
+#include "chained/fma_product.h"
 #include "chained/operand_store.h"
 #include "chained/output_visitor.h"
 #include "chained/resident_mma.h"
+#include "chained/streamed_mma.h"
 #include "chained/tile_loader.h"
 #include "common/softmax.h"
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor.h"
@@ -74,7 +76,7 @@ struct StreamedMmaOf {
   using Type = typename cutlass::gemm::threadblock::DefaultMma<
       typename Arch::Element, Row, kAlignment, typename Arch::Element, Column, kAlignment, float, Row,
       typename Arch::OpClass, typename Arch::ArchTag, Shape, WarpShape, typename Arch::Instruction, kStages,
-      typename Arch::StreamedOperator>::ThreadblockMma;
+      typename Arch::Operator>::ThreadblockMma;
 };
 template <typename T, typename Shape, typename WarpShape, int kStages, int kAlignment>
 struct StreamedMmaOf<Simt<T>, Shape, WarpShape, kStages, kAlignment> {
@@ -128,9 +130,7 @@ struct ForwardTraits {
   static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
 
   // S = Q K^T
-  static constexpr int kQkStep = !Qk::kResident              ? Arch::kStreamedQkStep
-                                 : Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK
-                                                             : Arch::kQkStep;
+  static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
   using QkShape = Gemm<kTileM, kTileN, kQkStep>;
   using QkWarpShape = Gemm<Warp_::kM, Warp_::kQkN, kQkStep>;
 
@@ -142,23 +142,37 @@ struct ForwardTraits {
     using QueryLoader = NoLoader;
     using KeyLoader = NoLoader;
   };
-  template <typename Q>
-  struct QkOf<Q, std::enable_if_t<Q::kResident>> {
-    static_assert(Arch::kAsync, "a resident query tile needs cp.async");
-    static constexpr int kStages = Q::kMaxK / kQkStep;
+  // Both operands by our loaders: resident, or (kTile columns at a time) streamed.
+  template <int kTile>
+  struct LoadedQk {
+    static_assert(Arch::kAsync, "the loaders of the first product use cp.async");
+    static constexpr int kStages = kTile / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
-    using Mma = ResidentMma<C, kStages, kQkAhead, Arch::kSplitFp32>;
-    using Operator = typename Mma::Operator;
+    using Product = ResidentMma<C, kStages, kQkAhead, Arch::kSplitFp32>;
+    using Operator = typename Product::Operator;
     template <typename ThreadMap>
     using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
     using QueryLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapA>, typename C::SmemIteratorA, true>;
     using KeyLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapB>, typename C::SmemIteratorB, false>;
   };
+  template <typename Q>
+  struct QkOf<Q, std::enable_if_t<Q::kResident>> : LoadedQk<Q::kMaxK> {
+    using Mma = typename LoadedQk<Q::kMaxK>::Product;
+  };
+  template <typename Q>
+  struct QkOf<Q, std::enable_if_t<!Q::kResident && Arch::kOwnStream>> : LoadedQk<kQkStep> {
+    using Loaded = LoadedQk<kQkStep>;
+    using Mma =
+        StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
+  };
+  static constexpr bool kLoadedStream = !Qk::kResident && Arch::kOwnStream;
   using QkMma = typename QkOf<Qk>::Mma;
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
+  static constexpr bool kFmaScores = Arch::kSplitFp32 && Qk::kResident && Qk::kMaxK <= 32;
   using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
+  using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB>;
 
   // O += P V
   static constexpr int kPvStep = kTileN < Arch::kPvStep ? kTileN : Arch::kPvStep;

@@ -21,13 +21,17 @@ struct BiasTile {
   bool pairs;  // stride_n == 1 and elements (row, 2i) are aligned to two elements
 };
 
-template <typename T>
-CUTLASS_DEVICE float bias_value(T const& x) {
-  return float(x);
-}
 // A bool is read as a byte: CUTLASS packs arrays of bool by the bit.
 using BoolByte = uint8_t;
-CUTLASS_DEVICE float bias_value(BoolByte visible) { return visible != 0 ? 0.f : negative_infinity(); }
+
+template <typename T>
+CUTLASS_DEVICE float bias_value(T x) {
+  if constexpr (std::is_same<T, BoolByte>::value) {
+    return x != 0 ? 0.f : negative_infinity();
+  } else {
+    return float(x);
+  }
+}
 
 // Coord: AccCoord. row0, column0: this warp's first row and key; lane's elements follow Coord.
 template <typename T, typename Coord, typename Fragment>
@@ -44,11 +48,11 @@ CUTLASS_DEVICE void add_bias_of(Fragment& s, BiasTile const& bias, float scale, 
       float& high = s[Coord::index(i, j + 1)];
       if (bias.pairs && column + 1 < keys) {
         const auto two = *reinterpret_cast<cutlass::AlignedArray<T, 2> const*>(line + column);
-        low = low * scale + bias_value(two[0]);
-        high = high * scale + bias_value(two[1]);
+        low = low * scale + bias_value<T>(two[0]);
+        high = high * scale + bias_value<T>(two[1]);
       } else {
-        low = low * scale + (column < keys ? bias_value(line[offset(column, bias.stride_n)]) : 0.f);
-        high = high * scale + (column + 1 < keys ? bias_value(line[offset(column + 1, bias.stride_n)]) : 0.f);
+        low = low * scale + (column < keys ? bias_value<T>(line[offset(column, bias.stride_n)]) : 0.f);
+        high = high * scale + (column + 1 < keys ? bias_value<T>(line[offset(column + 1, bias.stride_n)]) : 0.f);
       }
     }
   }
