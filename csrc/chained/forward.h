@@ -39,6 +39,7 @@ struct ForwardBlock {
   using Exponent = typename Traits::Exponent;
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr bool kFlush = Traits::kFlushKeys > 0;
+  static constexpr int kChunk = Traits::Arch::kQkChunk;
   using State = SoftmaxState<CoordS::kRows, kFlush>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kValueTile = Traits::kValueTile;
   static constexpr bool kInMemory = Traits::Output::kInMemory;
@@ -328,32 +329,37 @@ struct ForwardBlock {
     state.set_aside();
   }
 
-  CUTLASS_DEVICE auto query_source() const {
+  // Columns of K from k0 on that one pass of the streamed product covers.
+  CUTLASS_DEVICE int pass_columns(int k0) const {
+    const int left = p.head_dim - k0;
+    return kChunk > 0 && left > kChunk ? kChunk : left;
+  }
+  CUTLASS_DEVICE auto query_source(int k0) const {
     if constexpr (Traits::kLoadedStream) {
-      return TileSource<Element>{query, p.query.stride_m, rows, p.head_dim};
+      return TileSource<Element>{query + k0, p.query.stride_m, rows, pass_columns(k0)};
     } else {
       using Iterator = typename QkMma::IteratorA;
       return Iterator(typename Iterator::Params(cutlass::layout::RowMajor(p.query.stride_m)),
-                      const_cast<Element*>(query), {rows, p.head_dim}, thread, {0, 0});
+                      const_cast<Element*>(query) + k0, {rows, pass_columns(k0)}, thread, {0, 0});
     }
   }
-  CUTLASS_DEVICE auto key_source(int key0) const {
+  CUTLASS_DEVICE auto key_source(int key0, int k0) const {
     const int left = keys_end - key0;
+    Element const* from = key + offset(key0, p.key.stride_m) + k0;
     if constexpr (Traits::kLoadedStream) {
-      return TileSource<Element>{key + offset(key0, p.key.stride_m), p.key.stride_m, left, p.head_dim};
+      return TileSource<Element>{from, p.key.stride_m, left, pass_columns(k0)};
     } else {
       using Iterator = typename QkMma::IteratorB;
       return Iterator(typename Iterator::Params(cutlass::layout::ColumnMajor(p.key.stride_m)),
-                      const_cast<Element*>(key) + offset(key0, p.key.stride_m),
-                      {p.head_dim, left < kTileN ? left : kTileN}, thread, {0, 0});
+                      const_cast<Element*>(from), {pass_columns(k0), left < kTileN ? left : kTileN}, thread, {0, 0});
     }
   }
   template <typename SourceA, typename SourceB>
-  CUTLASS_DEVICE void start_scores(QkMma& qk, SourceA& a, SourceB& b) const {
+  CUTLASS_DEVICE void start_scores(QkMma& qk, SourceA& a, SourceB& b, int k0) const {
     if constexpr (Traits::kLoadedStream) {
       qk.start(a, b);
     } else {
-      qk.start(a, b, (p.head_dim + Traits::kQkStep - 1) / Traits::kQkStep);
+      qk.start(a, b, (pass_columns(k0) + Traits::kQkStep - 1) / Traits::kQkStep);
     }
   }
 
@@ -362,9 +368,9 @@ struct ForwardBlock {
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
     QkMma qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
-    auto a = query_source();
-    auto b = key_source(0);
-    start_scores(qk, a, b);
+    auto a = query_source(0);
+    auto b = key_source(0, 0);
+    start_scores(qk, a, b, 0);
     for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
       if (kAsync && !kInMemory) {
         if (key0 > 0) __syncthreads();  // every warp is done with V(j-1)
@@ -373,6 +379,20 @@ struct ForwardBlock {
       FragmentS s;
       s.clear();
       qk.finish(s, a, b);  // ends with all cp.async landed and a barrier where copies are asynchronous
+      if constexpr (kChunk > 0) {
+#pragma unroll 1
+        for (int k0 = kChunk; k0 < p.head_dim; k0 += kChunk) {
+          __syncthreads();  // the pass before has read its operands
+          a = query_source(k0);
+          b = key_source(key0, k0);
+          start_scores(qk, a, b, k0);
+          FragmentS part;
+          part.clear();
+          qk.finish(part, a, b);
+          CUTLASS_PRAGMA_UNROLL
+          for (int e = 0; e < FragmentS::kElements; ++e) s[e] += part[e];
+        }
+      }
       if (!kAsync && !kInMemory) start_values(loader, key0, 0);
       finish_scores(s, key0);
       float alpha[CoordS::kRows];
@@ -384,9 +404,9 @@ struct ForwardBlock {
       if constexpr (kInMemory) publish_factors(alpha, last);
       __syncthreads();  // P (and V where it passed through registers) is there; every warp is done with K(j)
       if (!last) {
-        a = query_source();
-        b = key_source(key0 + kTileN);
-        start_scores(qk, a, b);
+        a = query_source(0);
+        b = key_source(key0 + kTileN, 0);
+        start_scores(qk, a, b, 0);
       }
       if constexpr (kInMemory) {
         add_to_output(loader, pv, key0);

@@ -112,7 +112,7 @@ class ResidentMma
     for (int e = 0; e < kCount; ++e) {
       const float rounded = __uint_as_float((__float_as_uint(x[e]) + kHalfUlp) & kKept);
       high[e] = Tf32::bitcast(__float_as_uint(rounded));
-      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded));
+      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded) + kHalfUlp);  // the hardware ignores the last 13 bits
     }
   }
 
