@@ -27,6 +27,7 @@ using Gemm = cutlass::gemm::GemmShape<kM, kN, kK>;
 //   kQkStep          columns of K in one stage of the first product
 //   kPvStep          keys in one stage of the second product's operands
 //   kSplitFp32       fp32 products as three TF32 ones (resident_mma.h)
+//   kPvChunk         0, or stages of the second product summed from zero and then added
 //   kQkChunk         0, or columns of K summed from zero and then added: a stock loop's one long sum rounds K times
 //   kOwnStream       K beyond the resident tiles: StreamedMma in place of EarlyStart over a stock main loop
 //   kSimt            FFMA; operand A is column-major in shared memory, the epilogue stores single elements
@@ -46,6 +47,7 @@ struct Sm80 {
   static constexpr bool kSplitFp32 = false;
   static constexpr bool kOwnStream = false;
   static constexpr int kQkChunk = 0;
+  static constexpr int kPvChunk = 0;
   static constexpr bool kSimt = false;
 };
 
@@ -97,6 +99,7 @@ struct Simt : Sm75<T> {
   static constexpr int kPvStep = 8;
   static constexpr bool kSimt = true;
   static constexpr int kQkChunk = 64;
+  static constexpr int kPvChunk = 2;  // 16 keys
 };
 
 // The pieces of the epilogue that CUTLASS pairs with a warp-level operator. kPerAccess: output elements in one store.

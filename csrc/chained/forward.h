@@ -268,6 +268,19 @@ struct ForwardBlock {
     if (kAsync) cutlass::arch::cp_async_fence();
   }
 
+  CUTLASS_DEVICE void multiply_scores(FragmentS& s, QkMma const& qk) const {
+    if constexpr (Traits::kFmaRows > 0) {
+      if (rows <= Traits::kFmaRows) {
+        auto a = smem.qk.operand_A_ref();
+        auto b = smem.qk.operand_B_ref();
+        Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
+                               p.head_dim);
+        return;
+      }
+    }
+    if constexpr (Traits::kFmaRows < kTileM) qk(s, p.head_dim);
+  }
+
   CUTLASS_DEVICE void run_resident(FragmentO& o) {
     typename Traits::QueryLoader queries(smem.qk.operand_A_ref(), thread);
     typename Traits::KeyLoader keys(smem.qk.operand_B_ref(), thread);
@@ -285,14 +298,7 @@ struct ForwardBlock {
       start_values(loader, key0, 0);
       FragmentS s;
       s.clear();
-      if constexpr (Traits::kFmaScores) {
-        auto a = smem.qk.operand_A_ref();
-        auto b = smem.qk.operand_B_ref();
-        Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
-                               p.head_dim);
-      } else {
-        qk(s, p.head_dim);
-      }
+      multiply_scores(s, qk);
       finish_scores(s, key0);
       float alpha[CoordS::kRows];
       find_maximum(s, alpha);

@@ -22,7 +22,7 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   args.p = p;
   const bool folded = !Traits::kBias && p.scale > 0.f;
   args.premultiply = Traits::kBias || folded ? 1.f : p.scale;
-  args.exponent = folded ? p.scale * kLog2e : kLog2e;
+  args.exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
   const int element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
   args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, element_bytes);
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;

@@ -27,7 +27,8 @@ struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragment
 // Tensor cores truncate when they accumulate, so the sum of a step starts from zero, takes the two tiny corrections
 // first and is added to the accumulator by FADD: one truncation at full magnitude a step (measured in
 // docs/performance.md).
-template <typename Core, int kStages, int kAhead, bool kSplitFp32>
+// kChunk > 0: so many stages are summed from zero, then added (SIMT: a long running sum rounds at every product).
+template <typename Core, int kStages, int kAhead, bool kSplitFp32, int kChunk = 0>
 class ResidentMma
     : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
  public:
@@ -50,6 +51,8 @@ class ResidentMma
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
     if constexpr (kSplitFp32) {
       multiply_split(acc, depth);
+    } else if constexpr (kChunk > 0) {
+      multiply_chunks(acc, depth);
     } else if (depth > (kGroups - 1) * kGroupK) {
       multiply<true>(acc, depth);
     } else {
@@ -74,6 +77,26 @@ class ResidentMma
       const int next = group + kAhead;
       if (next < kGroups) load(a, b, frag_a[next & 1], frag_b[next & 1], next);
       step(acc, frag_a[group & 1], frag_b[group & 1]);
+    }
+  }
+
+  CUTLASS_DEVICE void multiply_chunks(FragmentC& acc, int depth) const {
+    auto a = this->warp_tile_iterator_A_;
+    auto b = this->warp_tile_iterator_B_;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kStages; chunk += kChunk) {
+      if (chunk * kGroupsPerStage * kGroupK >= depth) return;
+      FragmentC sum;
+      sum.clear();
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kChunk * kGroupsPerStage; ++group) {
+        FragmentA frag_a;
+        FragmentB frag_b;
+        load(a, b, frag_a, frag_b, group);
+        step(sum, frag_a, frag_b);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < FragmentC::kElements; ++e) acc[e] += sum[e];
     }
   }
 

@@ -19,7 +19,8 @@ struct TileSource {
   int rows, columns;
 };
 
-template <typename Mma, typename LoaderA, typename LoaderB, int kStep>
+// Fma: the same product by FFMA (FmaProduct), for tiles of up to kFmaRows rows.
+template <typename Mma, typename LoaderA, typename LoaderB, int kStep, typename Fma, int kFmaRows>
 class StreamedMma {
  public:
   using Element = typename LoaderA::Element;
@@ -42,8 +43,13 @@ class StreamedMma {
       cutlass::arch::cp_async_wait<0>();
       __syncthreads();  // this tile is there; every warp is done with the other buffer
       if (k + kStep < a.columns) load(a, b, k + kStep);
-      const Mma mma(storage_.buffers[(k / kStep) & 1], thread_, warp_, lane_);
-      mma(acc, a.columns - k);
+      auto& buffer = storage_.buffers[(k / kStep) & 1];
+      if (kFmaRows > 0 && a.rows <= kFmaRows) {
+        fma(acc, buffer, a.columns - k < kStep ? a.columns - k : kStep);
+      } else {
+        const Mma mma(buffer, thread_, warp_, lane_);
+        mma(acc, a.columns - k);
+      }
     }
     __syncthreads();
   }
@@ -51,6 +57,16 @@ class StreamedMma {
  private:
   typename Base::SharedStorage& storage_;
   int thread_, warp_, lane_;
+
+  CUTLASS_DEVICE void fma(FragmentC& acc, typename Mma::Base::SharedStorage& buffer, int depth) const {
+    if constexpr (kFmaRows > 0) {
+      using Warps = typename Mma::WarpCount;
+      auto a = buffer.operand_A_ref();
+      auto b = buffer.operand_B_ref();
+      Fma::add(acc, a.data(), a.layout(), b.data(), b.layout(), warp_ % Warps::kM * Operator::Shape::kM,
+               warp_ / Warps::kM * Operator::Shape::kN, lane_, depth);
+    }
+  }
 
   CUTLASS_DEVICE void load(TileSource<Element> const& a, TileSource<Element> const& b, int k) {
     auto& buffer = storage_.buffers[(k / kStep) & 1];

@@ -162,15 +162,18 @@ struct ForwardTraits {
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<!Q::kResident && Arch::kOwnStream>> : LoadedQk<kQkStep> {
     using Loaded = LoadedQk<kQkStep>;
-    using Mma =
-        StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
+    using Coord = AccCoord<typename Loaded::Operator::IteratorC>;
+    using Fma = FmaProduct<Coord, typename Loaded::Operator::LayoutA, typename Loaded::Operator::LayoutB>;
+    using Mma = StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep,
+                            Fma, Arch::kSplitFp32 ? 16 : 0>;
   };
   static constexpr bool kLoadedStream = !Qk::kResident && Arch::kOwnStream;
   using QkMma = typename QkOf<Qk>::Mma;
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
-  static constexpr bool kFmaScores = Arch::kSplitFp32 && Qk::kResident && Qk::kMaxK <= 32;
+  // Tiles of up to so many queries take their scores by FFMA (fma_product.h).
+  static constexpr int kFmaRows = !Arch::kSplitFp32 ? 0 : Qk::kResident && Qk::kMaxK <= 32 ? kTileM : 16;
   using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
   using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB>;
 
@@ -179,7 +182,7 @@ struct ForwardTraits {
   static constexpr int kPvStages = kTileN / kPvStep;
   static_assert(kTileN % kPvStep == 0, "stages of P and V must fill the key block");
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
-  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32>;
+  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32, Arch::kPvChunk>;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
   static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,
