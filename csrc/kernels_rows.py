@@ -118,11 +118,32 @@ def variants(
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 SM80_16 = [
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=4, **FEW_QUERIES),
+    Shape(
+        "k32_m64",
+        (64, 64, 32),
+        (16, 64, 32),
+        "resident:32",
+        21024,
+        32,
+        blocks=4,
+        bias=NO_BIAS,
+        **FEW_QUERIES,
+    ),
+    Shape(
+        "k32_m64",
+        (64, 64, 32),
+        (16, 64, 32),
+        "resident:32",
+        21024,
+        32,
+        blocks=3,
+        bias=BIAS,
+        **FEW_QUERIES,
+    ),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=3, bias=NO_BIAS),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=2, bias=BIAS),
     Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33312, 64, blocks=3, **FEW_QUERIES),
-    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2, spills=BIAS),
     Shape(
         "k128_m64",
         (64, 64, 128),
