@@ -202,13 +202,23 @@ SM80_16_UNALIGNED = [
 # Ampere and later, fp32 (3xTF32) and TF32. cp.async moves single fp32 elements, so unaligned data
 # takes the same tiles.
 SM80_F32 = [
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, blocks=2),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, blocks=2, spills=BIAS),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99872, 64, spills=BOTH),
     Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90912, 96, blocks=2, bias=NO_BIAS),
-    Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165920, 128),
+    Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165920, 128, spills=BIAS),
     Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214560, 256),
     Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71184, in_memory=True),
-    Shape("k32_u", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, alignment=1, blocks=2),
+    Shape(
+        "k32_u",
+        (128, 64, 32),
+        (32, 64, 32),
+        "resident:32",
+        67104,
+        32,
+        alignment=1,
+        blocks=2,
+        spills=BOTH,
+    ),
     Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66592, 64, alignment=1, blocks=2),
     Shape(
         "unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71184, alignment=1, in_memory=True
