@@ -240,14 +240,8 @@ SM70 = [
 ]
 # FFMA: fp32 before Ampere, and bf16 where no tensor core knows it.
 SIMT = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43552, 64, alignment=1, blocks=2),
-    Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60512, alignment=1),
-]
-# A few fp32 queries on newer GPUs too: torch computes those with tree sums, and only short FFMA
-# sums come near its error. Latency, not arithmetic, is what such a call costs.
-SIMT_FEW = [
-    Shape("few_v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43552, 64, 1, 2, max_m=16),
-    Shape("few_v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60512, alignment=1, max_m=16),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43296, 64, alignment=1, blocks=2),
+    Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60256, alignment=1),
 ]
 
 VARIANTS: list[Variant] = [
@@ -256,7 +250,6 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
-    *variants(SIMT_FEW, "simt", "Simt<float>", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM75, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(SM70, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

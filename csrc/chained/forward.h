@@ -315,24 +315,24 @@ struct ForwardBlock {
         __syncwarp();  // a warp reads only the rows of P that it wrote
       }
       accumulate(o, pv, alpha, keys_end - key0);
-      flush_when_due(o, key0 + kTileN);
+      if constexpr (kFlush) {
+        const int done = key0 + kTileN;
+        if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
+      }
     }
   }
 
-  // fp32: adds O to the output and starts it anew. done: keys taken in so far.
-  CUTLASS_DEVICE void flush_when_due(FragmentO& o, int done) {
-    if constexpr (kFlush) {
-      if (done % Traits::kFlushKeys != 0 || done >= keys_end) return;
-      float one[CoordS::kRows];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < CoordS::kRows; ++i) one[i] = 1.f;
-      publish(smem.scratch.scale, one);
-      publish(smem.scratch.source_scale, state.pending);
-      __syncthreads();  // factors are published; every warp is done with P and V, whose place the epilogue takes
-      store_output(o, smem.flush_epilogue, 0, state.aside);
-      o.clear();
-      state.set_aside();
-    }
+  // fp32: adds O to the output and starts it anew.
+  CUTLASS_DEVICE void flush(FragmentO& o) {
+    float one[CoordS::kRows];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) one[i] = 1.f;
+    publish(smem.scratch.scale, one);
+    publish(smem.scratch.source_scale, state.pending);
+    __syncthreads();  // factors are published; every warp is done with P and V, whose place the epilogue takes
+    store_output(o, smem.flush_epilogue, 0, state.aside);
+    o.clear();
+    state.set_aside();
   }
 
   // Columns of K from k0 on that one pass of the streamed product covers.
@@ -418,7 +418,6 @@ struct ForwardBlock {
         add_to_output(loader, pv, key0);
       } else {
         accumulate(o, pv, alpha, keys_end - key0);
-        flush_when_due(o, key0 + kTileN);
       }
     }
   }

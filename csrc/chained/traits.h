@@ -207,7 +207,7 @@ struct ForwardTraits {
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
   // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
   // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
-  static constexpr int kFlushKeys = std::is_same<Element, float>::value && !Output::kInMemory ? 1024 : 0;
+  static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident ? 1024 : 0;
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
@@ -223,8 +223,7 @@ struct ForwardTraits {
   struct SourceScale {
     float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
-  // SIMT rows have one memory plan for every input type.
-  struct Scratch : std::conditional_t<kHasSource || Arch::kSimt, SourceScale, Empty> {
+  struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
     Element* out;                     // kept here, not in registers, until the epilogue
