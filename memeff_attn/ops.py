@@ -167,7 +167,7 @@ _profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore
 def goes_direct(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None) -> bool:
     """Whether nothing between the call and the operator's CUDA implementation would act on it: no
     tracing, no mode, no transform, no profiler, plain CUDA tensors. The dispatcher's way through
-    Python costs 7 us, these tests 1."""
+    Python costs about 4 us more, these tests included."""
     return (
         not torch.compiler.is_compiling()
         and query.is_cuda
