@@ -45,7 +45,9 @@ class Shape:
     suffix: str
     tile: tuple[int, int, int]  # queries, keys, value columns
     warp: tuple[int, int, int]  # queries, keys of S, value columns of O
-    qk: str  # "resident:K": the query tile stays in shared memory; "streamed:S": S pipeline stages
+    # "resident:K": the query tile stays in shared memory; "streamed:S": S pipeline stages;
+    # "compensated:2": streamed, scores in compensated sums
+    qk: str
     smem: int
     max_kv: int = 0
     alignment: int = 0  # 0: 16 bytes
@@ -57,6 +59,7 @@ class Shape:
     spills: tuple[bool, ...] = ()  # values of bias for which a few registers spill
 
 
+QK = {"resident": "ResidentQk<{}>", "streamed": "StreamedQk<{}>", "compensated": "CompensatedQk"}
 BYTES = {"f16": 2, "bf16": 2, "f32": 4}
 BOTH = (False, True)
 NO_BIAS = (False,)
@@ -75,7 +78,7 @@ def variants(
     """The rows of a list of shapes: one without and one with a bias each, as the shape says."""
     for shape in shapes:
         kind, size = shape.qk.split(":")
-        qk = f"chained::{'ResidentQk' if kind == 'resident' else 'StreamedQk'}<{size}>"
+        qk = f"chained::{QK[kind].format(size)}"
         output = "OutputInMemory" if shape.in_memory else "OutputInRegisters"
         alignment = shape.alignment or 16 // BYTES[dtype]
         warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])
@@ -201,6 +204,11 @@ SM80_16_UNALIGNED = [
 ]
 # Ampere and later, fp32 (3xTF32) and TF32. cp.async moves single fp32 elements, so unaligned data
 # takes the same tiles.
+SM80_F32_FEW = [
+    Shape(
+        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43664, alignment=1, in_memory=True, max_m=16
+    ),
+]
 SM80_F32 = [
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, blocks=2, spills=BIAS),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99872, 64, spills=BOTH),
@@ -250,6 +258,7 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM75, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(SM70, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

@@ -1,10 +1,5 @@
-// S = Q K^T by FFMA, from the same shared-memory operands as ResidentMma, for fp32 where K <= 32 or a tile has few
-// rows.
-//
-// Tensor cores truncate every addend of a step: about one unit in the last place of the sum. With few products that is
-// twice torch's error and nothing averages it (K <= 32), and a single query is computed by torch with tree sums. In
-// both cases the first product is the smaller part of the work or latency hides it, so it can afford to be exact to
-// fp32: fused multiply-adds, sums of kChunk products added up.
+// S = Q K^T by FFMA, from the same shared-memory operands as ResidentMma, for fp32 where K <= 32 or there are few
+// queries. Tensor cores truncate every addend of a step: about one unit in the last place of the sum.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -12,12 +7,61 @@
 namespace memeff {
 namespace chained {
 
-// Coord: AccCoord of S. The operands' layouts keep four consecutive k of a row (query or key) in 16 bytes.
+// A sum of products, rounded at every addition.
+struct PlainSum {
+  float sum = 0.f;
+  CUTLASS_DEVICE void add(float a, float b) { sum = __fmaf_rn(a, b, sum); }
+  CUTLASS_DEVICE float value() const { return sum; }
+};
+
+// A sum of products kept with the rounding errors of its products and additions (Ogita, Rump, Oishi, "Accurate sum and
+// dot product", 2005, algorithm Dot2): as if computed in twice fp32's precision, then rounded.
+struct CompensatedSum {
+  float sum = 0.f, error = 0.f;
+  CUTLASS_DEVICE void add(float a, float b) {
+    const float product = __fmul_rn(a, b);
+    const float product_error = __fmaf_rn(a, b, -product);
+    const float total = __fadd_rn(sum, product);
+    const float part = __fsub_rn(total, sum);
+    const float sum_error = __fadd_rn(__fsub_rn(sum, __fsub_rn(total, part)), __fsub_rn(product, part));
+    error = __fadd_rn(error, __fadd_rn(product_error, sum_error));
+    sum = total;
+  }
+  CUTLASS_DEVICE float value() const { return __fadd_rn(sum, error); }
+};
+
+// Coord: AccCoord of S. The operands' layouts keep four consecutive k of a row (query or key) in 16 bytes; their tail
+// in K is zero-filled.
 template <typename Coord, typename LayoutA, typename LayoutB>
 struct FmaProduct {
-  static constexpr int kChunk = 16;
+  static constexpr int kChunk = 16;                                         // products in one PlainSum
   static constexpr int kBlock = Coord::kColumns < 8 ? Coord::kColumns : 8;  // columns at a time: fewer sums live
 
+  // sums[i][j] takes in columns [k, k + 4) of row i's query and the key in column j0 + j.
+  template <typename Sum>
+  CUTLASS_DEVICE static void add_four(Sum (&sums)[Coord::kRows][kBlock], float const* a, LayoutA const& layout_a,
+                                      float const* b, LayoutB const& layout_b, int row0, int column0, int lane, int j0,
+                                      int k) {
+    float4 rows[Coord::kRows];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      rows[i] = *reinterpret_cast<float4 const*>(a + layout_a({row0 + Coord::row(lane, i), k}));
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kBlock; ++j) {
+      const int column = column0 + Coord::column(lane, j0 + j);
+      const float4 key = *reinterpret_cast<float4 const*>(b + layout_b({k, column}));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Coord::kRows; ++i) {
+        sums[i][j].add(rows[i].x, key.x);
+        sums[i][j].add(rows[i].y, key.y);
+        sums[i][j].add(rows[i].z, key.z);
+        sums[i][j].add(rows[i].w, key.w);
+      }
+    }
+  }
+
+  // acc += A B over `depth` columns of K, in sums of kChunk products.
   template <typename Fragment>
   CUTLASS_DEVICE static void add(Fragment& acc, float const* a, LayoutA const& layout_a, float const* b,
                                  LayoutB const& layout_b, int row0, int column0, int lane, int depth) {
@@ -25,31 +69,15 @@ struct FmaProduct {
     for (int j0 = 0; j0 < Coord::kColumns; j0 += kBlock) {
 #pragma unroll 1
       for (int k0 = 0; k0 < depth; k0 += kChunk) {
-        float sum[Coord::kRows][kBlock] = {};
+        PlainSum sums[Coord::kRows][kBlock];
 #pragma unroll 1
-        for (int k = k0; k < k0 + kChunk && k < depth; k += 4) {  // the tail of K is zero-filled
-          float4 rows[Coord::kRows];
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < Coord::kRows; ++i) {
-            rows[i] = *reinterpret_cast<float4 const*>(a + layout_a({row0 + Coord::row(lane, i), k}));
-          }
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < kBlock; ++j) {
-            const int column = column0 + Coord::column(lane, j0 + j);
-            const float4 key = *reinterpret_cast<float4 const*>(b + layout_b({k, column}));
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Coord::kRows; ++i) {
-              sum[i][j] = __fmaf_rn(rows[i].x, key.x, sum[i][j]);
-              sum[i][j] = __fmaf_rn(rows[i].y, key.y, sum[i][j]);
-              sum[i][j] = __fmaf_rn(rows[i].z, key.z, sum[i][j]);
-              sum[i][j] = __fmaf_rn(rows[i].w, key.w, sum[i][j]);
-            }
-          }
+        for (int k = k0; k < k0 + kChunk && k < depth; k += 4) {
+          add_four(sums, a, layout_a, b, layout_b, row0, column0, lane, j0, k);
         }
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Coord::kRows; ++i) {
           CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < kBlock; ++j) acc[Coord::index(i, j0 + j)] += sum[i][j];
+          for (int j = 0; j < kBlock; ++j) acc[Coord::index(i, j0 + j)] += sums[i][j].value();
         }
       }
     }

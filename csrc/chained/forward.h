@@ -269,16 +269,14 @@ struct ForwardBlock {
   }
 
   CUTLASS_DEVICE void multiply_scores(FragmentS& s, QkMma const& qk) const {
-    if constexpr (Traits::kFmaRows > 0) {
-      if (rows <= Traits::kFmaRows) {
-        auto a = smem.qk.operand_A_ref();
-        auto b = smem.qk.operand_B_ref();
-        Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
-                               p.head_dim);
-        return;
-      }
+    if constexpr (Traits::kFmaScores) {
+      auto a = smem.qk.operand_A_ref();
+      auto b = smem.qk.operand_B_ref();
+      Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
+                             p.head_dim);
+    } else {
+      qk(s, p.head_dim);
     }
-    if constexpr (Traits::kFmaRows < kTileM) qk(s, p.head_dim);
   }
 
   CUTLASS_DEVICE void run_resident(FragmentO& o) {

@@ -1,10 +1,11 @@
-// S = Q K^T for fp32 and any K: tiles of both operands stream through two buffers, each multiplied by a ResidentMma.
+// S = Q K^T for fp32 and any K: tiles of both operands stream through two buffers, each multiplied from shared memory.
 //
 // EarlyStart over CUTLASS's multistage loop would serve too, but its 3xTF32 sums a whole stage before it rounds and
-// cuts the high part toward zero: two to four times the error of ResidentMma's (docs/performance.md). Same contract as
+// cuts the high part toward zero, which the tolerance rule does not allow (docs/performance.md). Same contract as
 // EarlyStart: start() fills the first buffer; finish() runs and ends with all copies landed and a barrier.
 #pragma once
 
+#include "chained/fma_product.h"
 #include "cutlass/arch/memory_sm80.h"
 #include "cutlass/cutlass.h"
 
@@ -19,13 +20,14 @@ struct TileSource {
   int rows, columns;
 };
 
-// Fma: the same product by FFMA (FmaProduct), for tiles of up to kFmaRows rows.
-template <typename Mma, typename LoaderA, typename LoaderB, int kStep, typename Fma, int kFmaRows>
+// Mma: a ResidentMma over one buffer.
+template <typename Mma, typename LoaderA, typename LoaderB, int kStep>
 class StreamedMma {
  public:
   using Element = typename LoaderA::Element;
   using FragmentC = typename Mma::FragmentC;
   using Operator = typename Mma::Operator;
+  using Source = TileSource<Element>;
   struct Base {
     struct SharedStorage {
       typename Mma::Base::SharedStorage buffers[2];
@@ -35,44 +37,72 @@ class StreamedMma {
   CUTLASS_DEVICE StreamedMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)
       : storage_(storage), thread_(thread), warp_(warp), lane_(lane) {}
 
-  CUTLASS_DEVICE void start(TileSource<Element> const& a, TileSource<Element> const& b) { load(a, b, 0); }
+  CUTLASS_DEVICE void start(Source const& a, Source const& b) { load(a, b, 0); }
 
-  CUTLASS_DEVICE void finish(FragmentC& acc, TileSource<Element> const& a, TileSource<Element> const& b) {
+  CUTLASS_DEVICE void finish(FragmentC& acc, Source const& a, Source const& b) {
+    each_buffer(a, b, [&](auto& buffer, int left) {
+      const Mma mma(buffer, thread_, warp_, lane_);
+      mma(acc, left);
+    });
+  }
+
+ protected:
+  typename Base::SharedStorage& storage_;
+  int thread_, warp_, lane_;
+
+  // f(buffer, columns of K that are left) for one tile of K after the other.
+  template <typename F>
+  CUTLASS_DEVICE void each_buffer(Source const& a, Source const& b, F f) {
 #pragma unroll 1
     for (int k = 0; k < a.columns; k += kStep) {
       cutlass::arch::cp_async_wait<0>();
       __syncthreads();  // this tile is there; every warp is done with the other buffer
       if (k + kStep < a.columns) load(a, b, k + kStep);
-      auto& buffer = storage_.buffers[(k / kStep) & 1];
-      if (kFmaRows > 0 && a.rows <= kFmaRows) {
-        fma(acc, buffer, a.columns - k < kStep ? a.columns - k : kStep);
-      } else {
-        const Mma mma(buffer, thread_, warp_, lane_);
-        mma(acc, a.columns - k);
-      }
+      f(storage_.buffers[(k / kStep) & 1], a.columns - k);
     }
     __syncthreads();
   }
 
  private:
-  typename Base::SharedStorage& storage_;
-  int thread_, warp_, lane_;
-
-  CUTLASS_DEVICE void fma(FragmentC& acc, typename Mma::Base::SharedStorage& buffer, int depth) const {
-    if constexpr (kFmaRows > 0) {
-      using Warps = typename Mma::WarpCount;
-      auto a = buffer.operand_A_ref();
-      auto b = buffer.operand_B_ref();
-      Fma::add(acc, a.data(), a.layout(), b.data(), b.layout(), warp_ % Warps::kM * Operator::Shape::kM,
-               warp_ / Warps::kM * Operator::Shape::kN, lane_, depth);
-    }
-  }
-
-  CUTLASS_DEVICE void load(TileSource<Element> const& a, TileSource<Element> const& b, int k) {
+  CUTLASS_DEVICE void load(Source const& a, Source const& b, int k) {
     auto& buffer = storage_.buffers[(k / kStep) & 1];
     LoaderA(buffer.operand_A_ref(), thread_).start(a.data + k, a.row_stride, a.rows, a.columns - k);
     LoaderB(buffer.operand_B_ref(), thread_).start(b.data + k, b.row_stride, b.rows, b.columns - k);
     cutlass::arch::cp_async_fence();
+  }
+};
+
+// The same tiles, each score a compensated sum over all of K.
+template <typename Coord, typename Mma, typename LoaderA, typename LoaderB, int kStep>
+class CompensatedMma : public StreamedMma<Mma, LoaderA, LoaderB, kStep> {
+ public:
+  using Streamed = StreamedMma<Mma, LoaderA, LoaderB, kStep>;
+  using typename Streamed::FragmentC;
+  using typename Streamed::Source;
+  using Operator = typename Mma::Operator;
+  using Streamed::Streamed;
+
+  CUTLASS_DEVICE void finish(FragmentC& acc, Source const& a, Source const& b) {
+    using Product = FmaProduct<Coord, typename Operator::LayoutA, typename Operator::LayoutB>;
+    static_assert(Product::kBlock == Coord::kColumns, "the sums of a warp tile must be one block");
+    using Warps = typename Mma::WarpCount;
+    const int row0 = this->warp_ % Warps::kM * Operator::Shape::kM;
+    const int column0 = this->warp_ / Warps::kM * Operator::Shape::kN;
+    CompensatedSum sums[Coord::kRows][Product::kBlock];
+    this->each_buffer(a, b, [&](auto& buffer, int left) {
+      auto query = buffer.operand_A_ref();
+      auto key = buffer.operand_B_ref();
+#pragma unroll 1
+      for (int k = 0; k < kStep && k < left; k += 4) {
+        Product::add_four(sums, query.data(), query.layout(), key.data(), key.layout(), row0, column0, this->lane_, 0,
+                          k);
+      }
+    });
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Coord::kColumns; ++j) acc[Coord::index(i, j)] = sums[i][j].value();
+    }
   }
 };
 

@@ -41,14 +41,20 @@ struct Warp {
 template <int kMaxK_>
 struct ResidentQk {
   static constexpr bool kResident = true;
+  static constexpr bool kCompensated = false;
   static constexpr int kMaxK = kMaxK_;
   static constexpr int kStages = 0;
 };
 template <int kStages_>
 struct StreamedQk {
   static constexpr bool kResident = false;
+  static constexpr bool kCompensated = false;
   static constexpr int kMaxK = 0;
   static constexpr int kStages = kStages_;
+};
+// fp32, few queries: streamed too, scores by FFMA in compensated sums (streamed_mma.h).
+struct CompensatedQk : StreamedQk<2> {
+  static constexpr bool kCompensated = true;
 };
 
 // Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
@@ -162,18 +168,18 @@ struct ForwardTraits {
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<!Q::kResident && Arch::kOwnStream>> : LoadedQk<kQkStep> {
     using Loaded = LoadedQk<kQkStep>;
-    using Coord = AccCoord<typename Loaded::Operator::IteratorC>;
-    using Fma = FmaProduct<Coord, typename Loaded::Operator::LayoutA, typename Loaded::Operator::LayoutB>;
-    using Mma = StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep,
-                            Fma, Arch::kSplitFp32 ? 16 : 0>;
+    using Plain =
+        StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
+    using Compensated = CompensatedMma<AccCoord<typename Loaded::Operator::IteratorC>, typename Loaded::Product,
+                                       typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
+    using Mma = std::conditional_t<Q::kCompensated, Compensated, Plain>;
   };
   static constexpr bool kLoadedStream = !Qk::kResident && Arch::kOwnStream;
   using QkMma = typename QkOf<Qk>::Mma;
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
-  // Tiles of up to so many queries take their scores by FFMA (fma_product.h).
-  static constexpr int kFmaRows = !Arch::kSplitFp32 ? 0 : Qk::kResident && Qk::kMaxK <= 32 ? kTileM : 16;
+  static constexpr bool kFmaScores = Arch::kSplitFp32 && Qk::kResident && Qk::kMaxK <= 32;  // fma_product.h
   using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
   using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB>;
 
