@@ -57,6 +57,14 @@ struct LseView {
   int64_t stride_h = 0;
 };
 
+// Which weights are dropped: a pure function of seed, offset, batch entry, query head, query and key
+// (common/dropout.h).
+struct Dropout {
+  const int64_t* seed = nullptr;  // device address of {seed, offset}; null: no dropout
+  int32_t threshold = 0;          // of 65536: a weight is kept when its 16-bit number is not below
+  float keep_scale = 1.f;         // 1 / (1 - threshold / 65536); 0 where everything is dropped
+};
+
 // out = softmax(scale * query keyT + bias, over visible keys) value
 struct ForwardParams {
   TensorView query, key, value;
@@ -72,6 +80,43 @@ struct ForwardParams {
   int32_t value_dim = 0;        // Kv >= 1
   float scale = 1.f;            // any finite number, 0 and negative included
   Causal causal = Causal::kNone;
+  Dropout dropout;
+};
+
+// A gradient to write. splits > 1: block s of the loop writes its fp32 partial sum at data + s * stride_split, to be
+// added up afterwards; splits = 1: the gradient itself, in the inputs' dtype.
+struct GradView {
+  void* data = nullptr;  // null: not wanted
+  int64_t stride_b = 0;
+  int64_t stride_g = 0;
+  int64_t stride_h = 0;
+  int64_t stride_m = 0;
+  int64_t stride_split = 0;  // elements
+  int32_t splits = 1;
+};
+
+// Gradient of the bias, summed over the dimensions along which the bias is broadcast.
+struct GradBiasView {
+  void* data = nullptr;       // null: not wanted
+  DType dtype = DType::kF32;  // of what is written: kF32 for partial sums
+  int64_t stride_b = 0;       // 0 where summed
+  int64_t stride_g = 0;
+  int64_t stride_h = 0;
+  int64_t stride_m = 0;
+  int64_t stride_n = 0;
+  bool sum_b = false, sum_g = false, sum_h = false, sum_m = false, sum_n = false;
+  int64_t stride_split = 0;
+  int32_t splits = 1;
+};
+
+// Gradients of sum(out * grad_out). forward.lse holds the forward's log-sum-exp (not null); forward.out is not used.
+struct BackwardParams {
+  ForwardParams forward;
+  TensorView grad_out;           // [B, M, G, heads_per_group, Kv]
+  const float* delta = nullptr;  // rowsum(grad_out * out), fp32, contiguous [B, H, M]
+  GradView grad_query, grad_key, grad_value;
+  GradBiasView grad_bias;
+  int32_t heads_per_kv = 1;  // consecutive query heads whose gradients one key head sums: 1, or heads_per_group
 };
 
 }  // namespace memeff
