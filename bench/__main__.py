@@ -29,7 +29,13 @@ def parser() -> argparse.ArgumentParser:
         default=list(shapes.SETS),
         help=f"of {','.join(shapes.SETS)} (default: all)",
     )
-    run.add_argument("--pass", dest="passes", type=names, default=["fwd"], help="fwd")
+    run.add_argument(
+        "--pass",
+        dest="passes",
+        type=names,
+        default=list(shapes.PASSES),
+        help=f"of {','.join(shapes.PASSES)} (default: both); the rows of one that is left out stay",
+    )
     run.add_argument(
         "--backends",
         type=names,
@@ -41,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
         "--budget", type=float, default=0, help="seconds after which no new cell starts (0: none)"
     )
     run.add_argument(
-        "--ms", type=float, default=40, help="milliseconds of GPU time for each cell and backend"
+        "--ms",
+        type=float,
+        default=10,
+        help="milliseconds of GPU time for each cell, pass and backend (default: 10)",
     )
     compare = commands.add_parser(
         "compare", help="rows of two files or folders that differ by more than 3 %%"
@@ -50,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("second", type=Path)
     commands.add_parser("host", help="host cost of one small call, and of its pieces")
     readme = commands.add_parser(
-        "readme", help="write the table of README.md from the committed results"
+        "readme", help="write the tables of README.md from the committed results"
     )
     readme.add_argument("--check", action="store_true", help="only say whether it is up to date")
     return top

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.shapes import Cell
 
@@ -15,12 +17,37 @@ DEFAULT = ("memeff", *PEERS)
 LATER = {"fa4": "[clients]", "flex": "[clients]"}
 WIDEST_PEER_K = 256  # flash and cuDNN take no wider head
 
+Gradients = tuple[Tensor, ...]  # of query, key, value, and of the bias where there is one
+
+
+@dataclasses.dataclass
+class Tensors:
+    """What a cell's calls work on. grad_out is the output's gradient, [B, M, H, Kv]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    grad_out: Tensor
+
+    def leaves(self) -> Tensors:
+        """The same storage, as tensors that want gradients."""
+        wanted = [
+            x if x is None else x.detach().requires_grad_()
+            for x in (self.query, self.key, self.value, self.bias)
+        ]
+        return Tensors(*wanted, self.grad_out)  # type: ignore[arg-type]
+
+    def wanted(self) -> list[Tensor]:
+        listed = (self.query, self.key, self.value, self.bias)
+        return [x for x in listed if x is not None]
+
 
 def is_ours(backend: str) -> bool:
     return backend == "memeff" or backend.startswith(("memeff-", "memeff:"))
 
 
-def not_served(backend: str, cell: Cell, sm: int) -> str:
+def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
     """Why this backend has no kernel for the cell on such a GPU; empty when it has one."""
     if is_ours(backend) or backend == "efficient":
         return ""
@@ -32,6 +59,10 @@ def not_served(backend: str, cell: Cell, sm: int) -> str:
         return "16-bit inputs only"
     if max(cell.K, cell.Kv) > WIDEST_PEER_K:
         return f"K and Kv <= {WIDEST_PEER_K}"
+    if cell.bias is not None and backend == "flash":
+        return "no additive bias"
+    if cell.bias is not None and which == "bwd":
+        return "no gradient of a bias"
     if sm < 80:
         return "sm_80 or newer"
     return ""
@@ -46,28 +77,39 @@ def check_names(backends: list[str]) -> None:
             raise ValueError(f"no backend '{name}'; there are {known}")
 
 
-def make_call(backend: str, cell: Cell, q: Any, k: Any, v: Any) -> Callable[[], torch.Tensor]:
-    """A call without arguments that returns the output as [B, M, H, Kv]."""
-    return _ours(backend, cell, q, k, v) if is_ours(backend) else _peer(backend, cell, q, k, v)
+def make_call(
+    backend: str, cell: Cell, tensors: Tensors, which: str
+) -> Callable[[], Tensor | Gradients]:
+    """A call without arguments: the output [B, M, H, Kv], or (bwd) the gradients alone.
+
+    For the backward pass the forward runs here, once; its graph is kept for all calls.
+    """
+    make = _ours if is_ours(backend) else _peer
+    if which == "fwd":
+        return make(backend, cell, tensors)
+    leaves = tensors.leaves()
+    out, wanted, grad_out = make(backend, cell, leaves)(), leaves.wanted(), leaves.grad_out
+    return lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True)
 
 
-def _ours(backend: str, cell: Cell, q: Any, k: Any, v: Any) -> Callable[[], torch.Tensor]:
+def _ours(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
     import memeff_attn
     from memeff_attn import dispatch
 
-    bias = memeff_attn.LowerTriangularMask() if cell.causal else None
+    bias: Any = memeff_attn.LowerTriangularMask() if cell.causal else tensors.bias
     op: Any = None
     if ":" in backend:
         op = dispatch.variant(backend.split(":", 1)[1])
     elif "-" in backend:
         op = getattr(dispatch, backend.split("-", 1)[1].capitalize() + "FwOp")
+    q, k, v, p = tensors.query, tensors.key, tensors.value, cell.p or 0.0
     call = memeff_attn.memory_efficient_attention
     if op is None:
-        return lambda: call(q, k, v, bias)
-    return lambda: call(q, k, v, bias, op=op)
+        return lambda: call(q, k, v, bias, p)
+    return lambda: call(q, k, v, bias, p, op=op)
 
 
-def _peer(backend: str, cell: Cell, q: Any, k: Any, v: Any) -> Callable[[], torch.Tensor]:
+def _peer(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -76,14 +118,15 @@ def _peer(backend: str, cell: Cell, q: Any, k: Any, v: Any) -> Callable[[], torc
         "flash": SDPBackend.FLASH_ATTENTION,
         "cudnn": SDPBackend.CUDNN_ATTENTION,
     }[backend]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    causal = cell.causal
     if cell.Hkv != cell.H:
         raise ValueError("grouped heads are timed with [decode]")
+    q, k, v = (x.transpose(1, 2) for x in (tensors.query, tensors.key, tensors.value))
+    bias, p, causal = tensors.bias, cell.p or 0.0, cell.causal
 
-    def call() -> torch.Tensor:
+    def call() -> Tensor:
         # Entering the context costs the host about 10 us; the flush before a timed call hides it.
         with sdpa_kernel(kernel):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+            out = scaled_dot_product_attention(q, k, v, bias, p, is_causal=causal)
+        return out.transpose(1, 2)
 
     return call

@@ -37,7 +37,8 @@ def cost(call: Callable[[], object], wait: Callable[[], object]) -> tuple[float,
 
 
 def pieces(device: str) -> dict[str, Callable[[], Any]]:
-    """{what: call}. Later lines are parts of the first."""
+    """{what: call}. Indented lines are parts of the first; gradients are asked for in the last two
+    alone."""
     import memeff_attn
 
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -55,12 +56,25 @@ def pieces(device: str) -> dict[str, Callable[[], Any]]:
         out = torch.empty_like(q)
         stream = torch.cuda.current_stream().cuda_stream
         found["    _C.forward"] = lambda: _C.forward(
-            q, k, v, None, out, None, scale, 0, False, "", stream
+            q, k, v, None, out, None, None, scale, 0.0, 0, False, "", stream
         )
         found["    torch.cuda.current_stream"] = lambda: torch.cuda.current_stream().cuda_stream
     found["    torch.empty_like"] = lambda: torch.empty_like(q)
     found["for comparison: torch SDPA"] = lambda: scaled_dot_product_attention(*transposed)
+    found["forward and backward"] = _training(memeff_attn.memory_efficient_attention, q, k, v)
+    found["for comparison: torch SDPA's"] = _training(scaled_dot_product_attention, *transposed)
     return found
+
+
+def _training(attention: Callable[..., Any], *qkv: torch.Tensor) -> Callable[[], Any]:
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    grad_out = torch.randn_like(qkv[0])
+
+    def call() -> Any:
+        with torch.enable_grad():
+            return torch.autograd.grad(attention(*leaves), leaves, grad_out)
+
+    return call
 
 
 def report(device: str) -> dict[str, float]:
@@ -68,9 +82,7 @@ def report(device: str) -> dict[str, float]:
     name = (
         torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
     )
-    print(
-        f"{device} ({name}), torch {torch.__version__}, [B, M, H, K] = {list(SHAPE)}, no gradient"
-    )
+    print(f"{device} ({name}), torch {torch.__version__}, [B, M, H, K] = {list(SHAPE)}")
     print(f"{'':36}{'fastest us':>12}{'median us':>12}")
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     medians = {}

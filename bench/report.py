@@ -12,6 +12,7 @@ from typing import Any
 from bench import backends, shapes
 
 RESULTS = Path(__file__).with_name("results")
+SHOWN_SLOWER = 6  # in README.md, the worst first; a run lists all
 NOISE = 0.03  # `compare` flags differences beyond this share
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 META = ("gpu", "sm", "driver", "clocks", "versions", "source_hash", "date")
@@ -31,8 +32,9 @@ def problems(
 ) -> list[str]:
     """Why a result file of the set `name` is not acceptable: empty when it is.
 
-    It must hold every cell of the set for each backend of `names` that serves it, timed and right.
-    A peer may stand with the error it gave in place of a time; ours may not.
+    It must hold every cell of the set, in each pass that it claims, for each backend of `names`
+    that serves it, timed and right. A peer may stand with the error it gave in place of a time, or
+    unchecked with the reason; ours may not.
     """
     head = content.get("meta", {})
     found = [f"meta lacks '{f}'" for f in META if f not in head]
@@ -41,7 +43,11 @@ def problems(
     if "sm" not in head:
         return found
     rows = {shapes.key(r): r for r in content.get("rows", ())}
-    for cell, which, backend in shapes.expected(name, shapes.PASSES, names, head["sm"]):
+    passes = head.get("passes", ())
+    if not passes:
+        found.append("meta names no passes")
+    found += [f"rows of {w}, which meta does not claim" for w in _passes_of(rows.values(), passes)]
+    for cell, which, backend in shapes.expected(name, passes, names, head["sm"]):
         row = rows.get(shapes.key(cell.row(which, backend)))
         if row is None:
             found.append(f"no row for {backend}, {which}, {cell.name}")
@@ -49,11 +55,41 @@ def problems(
             if backends.is_ours(backend) or not row.get("error"):
                 why = row.get("error", "no reason given")
                 found.append(f"no time for {backend}, {which}, {cell.name}: {why}")
-        elif missing := [f for f in FIGURES if row.get(f) is None]:
+        elif missing := [f for f in FIGURES if row.get(f) is None and not _excused(row, f)]:
             found.append(f"no {', '.join(missing)} for {backend}, {which}, {cell.name}")
         elif backends.is_ours(backend) and row.get("wrong"):
             found.append(f"wrong result of {backend}, {which}, {cell.name}: {row['wrong']}")
     return found
+
+
+def _excused(row: Row, figure: str) -> bool:
+    return figure == "err" and bool(row.get("unchecked")) and not backends.is_ours(row["backend"])
+
+
+def _passes_of(rows: Iterable[Row], but: Iterable[str] = ()) -> list[str]:
+    """The passes that rows are of, in order, without those of `but`."""
+    seen = {r["pass"] for r in rows} - set(but)
+    return [w for w in shapes.PASSES if w in seen]
+
+
+SAME = ("gpu", "driver", "source_hash", "versions")  # what one file's passes must share
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The new file with the old one's rows of other passes, where both are of the same sources and
+    machine; and why rows were left out, if any were."""
+    head, before = new["meta"], old.get("meta", {})
+    others = [r for r in old.get("rows", ()) if r["pass"] not in head["passes"]]
+    if not others:
+        return dict(new), ""
+    differs = [f for f in SAME if before.get(f) != head.get(f)]
+    if differs or before.get("stale"):
+        why = ", ".join(differs) or "its module"
+        return dict(new), f"rows of {', '.join(_passes_of(others))}: {why} differ"
+    rows = sorted([*others, *new["rows"]], key=lambda r: shapes.PASSES.index(r["pass"]))
+    dates = {**dict.fromkeys(_passes_of(others), before["date"]), **before.get("dates", {})}
+    meta = {**head, "passes": _passes_of(rows), "dates": {**dates, **head["dates"]}}
+    return {"meta": meta, "rows": rows}, ""
 
 
 def checked(path: Path) -> dict[str, Any]:
@@ -77,20 +113,21 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def by_cell(rows: Iterable[Row]) -> dict[shapes.Cell, dict[str, Row]]:
-    """{cell: {backend: row}} of the forward rows that have a time."""
+def by_cell(rows: Iterable[Row], which: str) -> dict[shapes.Cell, dict[str, Row]]:
+    """{cell: {backend: row}} of the rows of one pass that have a time."""
     found: dict[shapes.Cell, dict[str, Row]] = defaultdict(dict)
-    names = list(shapes.Cell.__dataclass_fields__)
     for row in rows:
-        if row["pass"] == "fwd" and row.get("ms"):
-            found[shapes.Cell(**{f: row[f] for f in names})][row["backend"]] = row
+        if row["pass"] == which and row.get("ms"):
+            found[shapes.cell_of(row)][row["backend"]] = row
     return found
 
 
-def groups(rows: Iterable[Row], ours: str = "memeff") -> dict[str, dict[str, Any]]:
+def groups(
+    rows: Iterable[Row], ours: str = "memeff", which: str = "fwd"
+) -> dict[str, dict[str, Any]]:
     """For each group of cells: geometric means of TFLOP/s and of our speed over the peers'."""
     members: dict[str, list[dict[str, Row]]] = defaultdict(list)
-    for cell, of in by_cell(rows).items():
+    for cell, of in by_cell(rows, which).items():
         if ours in of:
             for group in cell.groups:
                 members[group].append(of)
@@ -122,6 +159,7 @@ HEADS = (
     "worst cell",
     "ours / best peer",
 )
+PASS_NAMES = {"fwd": "Forward", "bwd": "Backward"}
 
 
 def _figures(line: Mapping[str, Any], ours: str) -> list[str]:
@@ -139,35 +177,63 @@ def _figures(line: Mapping[str, Any], ours: str) -> list[str]:
     return shown
 
 
+def slower(rows: Iterable[Row], ours: str, which: str) -> list[str]:
+    """The cells in which ours takes longer than PyTorch's memory-efficient kernel, worst first."""
+    found = [
+        (of["efficient"]["ms"] / of[ours]["ms"], f"{cell.set} {cell.name}")
+        for cell, of in by_cell(rows, which).items()
+        if ours in of and "efficient" in of and of[ours]["ms"] > of["efficient"]["ms"]
+    ]
+    return [f"{label}: {ratio:.2f}x" for ratio, label in sorted(found, key=lambda x: x[0])]
+
+
 def summary(rows: Sequence[Row]) -> str:
-    """The short table that ends a run: TFLOP/s and ratios, geometric means for each group."""
+    """The short tables that end a run: TFLOP/s and ratios, geometric means for each group."""
     ours = [b for b in dict.fromkeys(r["backend"] for r in rows) if backends.is_ours(b)]
     text = []
-    for name in ours:
-        text.append(f"\n{name}: geometric means, TFLOP/s (useful flop), forward")
-        text.append(f"{'':22}{'cells':>6}" + "".join(f"{h:>17}" for h in HEADS))
-        for group, line in groups(rows, name).items():
-            text.append(
-                f"{group:22}{line['cells']:>6}" + "".join(f"{v:>17}" for v in _figures(line, name))
-            )
-        slow = [
-            f"  {cell.set} {cell.name}: {of['efficient']['ms'] / of[name]['ms']:.2f}x"
-            for cell, of in by_cell(rows).items()
-            if name in of and "efficient" in of and of[name]["ms"] > of["efficient"]["ms"]
-        ]
-        text += [f"slower than efficient: {len(slow)} cells", *slow]
-    if not ours:
-        for name in dict.fromkeys(r["backend"] for r in rows):
-            for group, line in groups(rows, name).items():
-                text.append(f"{name:12} {group:22} {line[name]:8.0f} TFLOP/s")
+    for which in _passes_of(rows):
+        for name in ours:
+            what = PASS_NAMES[which].lower()
+            text.append(f"\n{name}: geometric means, TFLOP/s (useful flop), {what}")
+            text.append(f"{'':22}{'cells':>6}" + "".join(f"{h:>17}" for h in HEADS))
+            for group, line in groups(rows, name, which).items():
+                figures = "".join(f"{v:>17}" for v in _figures(line, name))
+                text.append(f"{group:22}{line['cells']:>6}{figures}")
+            slow = slower(rows, name, which)
+            text.append(f"slower than efficient, {what}: {len(slow)} cells")
+            text += [f"  {line}" for line in slow]
+        if not ours:
+            for name in dict.fromkeys(r["backend"] for r in rows):
+                for group, line in groups(rows, name, which).items():
+                    text.append(f"{name:12} {which} {group:22} {line[name]:8.0f} TFLOP/s")
     return "\n".join(text)
+
+
+def not_served(
+    listed: Mapping[str, Sequence[shapes.Cell]],
+    passes: Sequence[str],
+    names: Sequence[str],
+    sm: int,
+) -> str:
+    """Lines that say which backend has no kernel for how many cells of a set, and why."""
+    count: dict[tuple[str, str, str, str], int] = defaultdict(int)
+    for name, cells in listed.items():
+        for which in passes:
+            for backend in names:
+                for cell in cells:
+                    if why := backends.not_served(backend, cell, sm, which):
+                        count[backend, name, which, why] += 1
+    return "".join(
+        f"not served: {backend}, {name} {which}, {number} of {len(listed[name])} cells: {why}\n"
+        for (backend, name, which, why), number in count.items()
+    )
 
 
 def wrong(rows: Iterable[Row]) -> str:
     """Lines for outputs that break the tolerance rule, and for backends that refused."""
     lines = []
     for row in rows:
-        where = f"{row['backend']}, {row['set']} {row['name']}"
+        where = f"{row['backend']}, {row['set']} {row['name']} {row['pass']}"
         if row.get("wrong"):
             lines.append(f"WRONG RESULT {where}: {row['wrong']}\n")
         elif row.get("error"):
@@ -207,32 +273,47 @@ def compare(first: Path, second: Path) -> tuple[str, int]:
     return "\n".join(lines), slower
 
 
+MEANING = {
+    "fwd": "geometric means in TFLOP/s of useful flop, and our speed over PyTorch's "
+    "memory-efficient kernel (mean, worst cell) and over the fastest peer of each cell.",
+    "bwd": "the backward pass alone, counted as 2.5 times the forward's flop.",
+}
+
+
+def _readme_table(contents: Sequence[Mapping[str, Any]], which: str) -> list[str]:
+    claiming = [c for c in contents if which in c["meta"]["passes"]]
+    if not claiming:
+        return []
+    head = claiming[0]["meta"]
+    date = head.get("dates", {}).get(which, head["date"])[:10]
+    text = [
+        f"{PASS_NAMES[which]}, {head['gpu']}, torch {head['versions']['torch']}, {date}: "
+        f"{MEANING[which]}",
+        "",
+        "| cells | " + " | ".join(HEADS) + " |",
+        "|---|" + "---|" * len(HEADS),
+    ]
+    rows = [row for content in claiming for row in content["rows"]]
+    for group, line in groups(rows, "memeff", which).items():
+        text.append(f"| {group} ({line['cells']}) | " + " | ".join(_figures(line, "memeff")) + " |")
+    slow = slower(rows, "memeff", which)
+    shown = [*slow[:SHOWN_SLOWER], *(["..."] if len(slow) > SHOWN_SLOWER else [])]
+    listed = f": {'; '.join(shown)}" if slow else ""
+    return [*text, "", f"Slower than PyTorch's memory-efficient kernel: {len(slow)} cells{listed}."]
+
+
 def readme_block(folder: Path = RESULTS) -> str:
-    """The table between the markers of README.md, made of the committed results alone."""
+    """The tables between the markers of README.md, made of the committed results alone."""
     files = committed(folder)
     if not files:
         return (
             "No results are committed yet; `python -m bench run` writes them to `bench/results/`."
         )
-    text: list[str] = []
+    tables = []
     for gpu in dict.fromkeys(p.parent.name for p in files):
         contents = [checked(p) for p in files if p.parent.name == gpu]
-        head = contents[0]["meta"]
-        text += [
-            f"Forward, {head['gpu']}, torch {head['versions']['torch']}, {head['date'][:10]}: "
-            "geometric means in TFLOP/s of useful flop, and our speed over PyTorch's "
-            "memory-efficient kernel (mean, worst cell) and over the fastest peer of each cell.",
-            "",
-            "| cells | " + " | ".join(HEADS) + " |",
-            "|---|" + "---|" * len(HEADS),
-        ]
-        for content in contents:
-            for group, line in groups(content["rows"]).items():
-                text.append(
-                    f"| {group} ({line['cells']}) | " + " | ".join(_figures(line, "memeff")) + " |"
-                )
-        text.append("")
-    return "\n".join(text).strip()
+        tables += [_readme_table(contents, which) for which in shapes.PASSES]
+    return "\n\n".join("\n".join(table) for table in tables if table)
 
 
 def readme_text(text: str, folder: Path = RESULTS) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 
 from bench import backends as backends_module
 from bench import oracle, report, shapes
-from bench.timing import Progress, Timer, peak_mib
+from bench.backends import Tensors
+from bench.timing import Progress, Timer, with_peak_mib
 
 SEED = 20
 BUSY_CYCLES = 2_000_000_000  # about a second, in which nvidia-smi reads the clocks
@@ -84,40 +87,63 @@ def digits(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def inputs(cell: shapes.Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(cell: shapes.Cell) -> Tensors:
     generator = torch.Generator("cuda").manual_seed(SEED)
     dtype = backends_module.DTYPES[cell.dtype]
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, device="cuda", generator=generator)
 
-    return (
-        normal(cell.B, cell.M, cell.H, cell.K),
-        normal(cell.B, cell.N, cell.Hkv, cell.K),
-        normal(cell.B, cell.N, cell.Hkv, cell.Kv),
+    return Tensors(
+        query=normal(cell.B, cell.M, cell.H, cell.K),
+        key=normal(cell.B, cell.N, cell.Hkv, cell.K),
+        value=normal(cell.B, cell.N, cell.Hkv, cell.Kv),
+        bias=normal(*cell.bias_shape) if cell.bias_shape else None,
+        grad_out=normal(cell.B, cell.M, cell.H, cell.Kv),
     )
 
 
-def run_cell(cell: shapes.Cell, which: str, names: list[str], timer: Timer) -> list[dict[str, Any]]:
+def checkable(name: str, cell: shapes.Cell) -> bool:
+    """With dropout only ours: which weights a peer drops is known to the peer alone."""
+    return not cell.p or backends_module.is_ours(name)
+
+
+def _first_call(
+    name: str, cell: shapes.Cell, which: str, tensors: Tensors, expected: oracle.Sample
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    """The call, and what its first run shows: its error and its peak of memory."""
+    torch.manual_seed(SEED)  # the dropout mask that the oracle expects
+    call = backends_module.make_call(name, cell, tensors, which)
+    result, mib = with_peak_mib(call)
+    facts: dict[str, Any] = {"peak_mib": digits(mib)}
+    if not checkable(name, cell):
+        facts["unchecked"] = "which weights a peer drops is not known"
+        return call, facts
+    judge = expected.error if which == "fwd" else expected.gradient_error
+    error, broken = judge(result)
+    facts["err"] = digits(error)
+    if broken:
+        facts["wrong"] = "; ".join(broken)
+    return call, facts
+
+
+def run_cell(
+    cell: shapes.Cell,
+    which: str,
+    names: list[str],
+    timer: Timer,
+    tensors: Tensors,
+    expected: oracle.Sample,
+) -> list[dict[str, Any]]:
     """One row for each backend. A backend that fails gets a row with the error and no time."""
-    q, k, v = inputs(cell)
-    expected = oracle.sample(cell, q, k, v)
-    calls, rows, failed = {}, {}, {}
+    calls, facts, failed = {}, {}, {}
     for name in names:
-        call = backends_module.make_call(name, cell, q, k, v)
         try:
-            out = call()
-            error, broken = expected.error(out)
-            del out
-            rows[name] = {"err": digits(error), "peak_mib": digits(peak_mib(call))}
+            calls[name], facts[name] = _first_call(name, cell, which, tensors, expected)
         except (RuntimeError, NotImplementedError, ValueError) as problem:
             if "CUDA error" in str(problem):
                 raise  # the context is lost
-            failed[name] = str(problem).strip().splitlines()[0][:300]
-            continue
-        calls[name] = call
-        if broken:
-            rows[name]["wrong"] = "; ".join(broken)
+            failed[name] = (str(problem).strip() or "no message").splitlines()[0][:300]
     medians = dict(zip(calls, timer.medians(list(calls.values())), strict=True))
     result = []
     for name in names:
@@ -127,11 +153,68 @@ def run_cell(cell: shapes.Cell, which: str, names: list[str], timer: Timer) -> l
         seconds = medians[name] * 1e-3
         figures = {
             "ms": digits(medians[name]),
-            "tflops": digits(cell.flop / seconds * 1e-12),
-            "gbps": digits(cell.bytes / seconds * 1e-9),
+            "tflops": digits(cell.flop(which) / seconds * 1e-12),
+            "gbps": digits(cell.bytes(which) / seconds * 1e-9),
         }
-        result.append(cell.row(which, name, **figures, **rows[name]))
+        result.append(cell.row(which, name, **figures, **facts[name]))
     return result
+
+
+def run_set(
+    cells: list[shapes.Cell],
+    passes: list[str],
+    names: list[str],
+    sm: int,
+    timer: Timer,
+    deadline: float,
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], str]:
+    """The rows, and why CUDA failed if it did; what was timed before that is kept."""
+    rows: list[dict[str, Any]] = []
+    for cell in cells:
+        if time.monotonic() > deadline:
+            break
+        try:
+            tensors = inputs(cell)
+            expected = oracle.sample(cell, tensors, passes, SEED)
+            for which in passes:
+                serving = [b for b in names if not backends_module.not_served(b, cell, sm, which)]
+                rows += run_cell(cell, which, serving, timer, tensors, expected)
+                progress.step(f"{cell.set} {cell.name} {which}")
+        except RuntimeError as problem:
+            return rows, f"{cell.set} {cell.name}: {problem}"
+    return rows, ""
+
+
+def check_asked(passes: list[str], names: list[str]) -> None:
+    for which in passes:
+        if which not in shapes.PASSES:
+            known = shapes.LATER_PASSES.get(which, f"there are {', '.join(shapes.PASSES)}")
+            raise ValueError(f"the pass '{which}' is not served: {known}")
+    backends_module.check_names(names)
+
+
+def write(
+    folder: Path, name: str, head: dict[str, Any], rows: list[dict[str, Any]], passes: list[str]
+) -> list[str]:
+    """Writes the set's file, with the other passes' rows that it held if they are of the same
+    sources; a partial file beside it where something lacks. Returns what lacks."""
+    path = folder / f"{name}.json"
+    mine = {**head, "set": name, "passes": passes, "dates": dict.fromkeys(passes, head["date"])}
+    content = {"meta": mine, "rows": rows}
+    found = report.problems(content, name)
+    if found:
+        path = folder / f"{name}.partial.json"
+    elif path.exists():
+        content, left = report.merged(json.loads(path.read_text()), content)
+        if left:
+            print(f"  left out of {path}: {left}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.dumps(content))
+    print(f"{path}: {len(content['rows'])} rows")
+    for line in found[:8]:
+        print(f"  incomplete: {line}")
+    return found
 
 
 def run(
@@ -143,50 +226,33 @@ def run(
     milliseconds: float,
 ) -> int:
     """Exit status: 0 all complete and right, 1 something is wrong or missing."""
-    for which in passes:
-        if which not in shapes.PASSES:
-            raise ValueError(
-                f"the pass '{which}' is not served yet: {shapes.LATER_PASSES.get(which, 'unknown')}"
-            )
-    backends_module.check_names(names)
+    check_asked(passes, names)
     listed = {s: shapes.cells(s) for s in sets}
     if not torch.cuda.is_available():
         raise ValueError(
             "no CUDA device here: `bench run` times GPUs only (`bench host` has a CPU part)"
         )
-    deadline = time.monotonic() + budget if budget > 0 else float("inf")
+    start = time.monotonic()
     timer = Timer(milliseconds)
     timer.warm_up()
-    head = meta()
+    head = {**meta(), "backends": names}
     folder = out or Path(__file__).with_name("results") / gpu_folder(head["gpu"])
     progress = Progress(sum(len(c) for c in listed.values()) * len(passes), "bench")
+    deadline = start + budget if budget > 0 else float("inf")
     status, crash, everything = 0, "", []
     for name, cells in listed.items():
         rows: list[dict[str, Any]] = []
-        for which in passes:
-            for cell in cells:
-                if crash or time.monotonic() > deadline:
-                    break
-                serving = [b for b in names if not backends_module.not_served(b, cell, head["sm"])]
-                try:
-                    rows += run_cell(cell, which, serving, timer)
-                except RuntimeError as problem:  # the context is lost; what was timed is kept
-                    crash = f"{name} {cell.name}: {problem}"
-                progress.step(f"{name} {cell.name}")
-        content = {"meta": {**head, "set": name, "passes": passes, "backends": names}, "rows": rows}
-        problems = report.problems(content, name)
+        if not crash:
+            rows, crash = run_set(cells, passes, names, head["sm"], timer, deadline, progress)
+        problems = write(folder, name, head, rows, passes)
         status |= bool(problems) or any(
             "wrong" in r and backends_module.is_ours(r["backend"]) for r in rows
         )
-        path = folder / f"{name}{'.partial' if problems else ''}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(report.dumps(content))
-        print(f"{path}: {len(rows)} rows")
-        for line in problems[:8]:
-            print(f"  incomplete: {line}")
         everything += rows
     print(report.wrong(everything), end="")
     print(report.summary(everything))
+    print(report.not_served(listed, passes, names, head["sm"]), end="")
+    print(f"{time.monotonic() - start:.0f} s")
     if crash:
         print(f"CUDA failed, nothing was timed after it: {crash}")
     return int(bool(status or crash))

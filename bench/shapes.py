@@ -13,21 +13,27 @@ from pathlib import Path
 from typing import Any
 
 CELLS = Path(__file__).with_name("cells.json")
-SETS = ("llm", "vision", "anyk", "fp32", "clients")
+SETS = ("llm", "vision", "anyk", "fp32", "clients", "features")
 LATER = {
-    "features": "bias and dropout with gradients, and windows, come with [training] and [masks]",
     "varlen": "packed variable-length sequences come with [masks]",
     "decode": "split-key decoding and grouped heads' speed come with [decode]",
 }
-PASSES = ("fwd",)
-LATER_PASSES = {"bwd": "the backward pass comes with [training]"}
+LATER_FIELDS = {"window": "windows come with [masks]"}  # cells of served sets that wait
+PASSES = ("fwd", "bwd")
+LATER_PASSES: dict[str, str] = {}
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+BACKWARD_FLOP = 2.5  # five products for the forward's two
 LONG = 4096  # keys from which a sequence counts as long in the summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One problem: query [B, M, H, K], key [B, N, Hkv, K], value [B, N, Hkv, Kv]."""
+    """One problem: query [B, M, H, K], key [B, N, Hkv, K], value [B, N, Hkv, Kv].
+
+    bias names the dimensions that an additive bias of the query's dtype has: "B,H,M,N", or
+    "1,H,M,N" where all batch entries share it; its gradient is part of the backward pass. p is the
+    dropout probability; None: no dropout. label is what the list calls the cell, if anything.
+    """
 
     set: str
     dtype: str
@@ -39,62 +45,78 @@ class Cell:
     K: int
     Kv: int
     causal: bool
+    bias: str | None = None
+    p: float | None = None
+    label: str = ""
 
     @property
     def name(self) -> str:
+        label = f"{self.label}: " if self.label else ""
         causal = " causal" if self.causal else ""
-        return f"{self.dtype} B{self.B} M{self.M} N{self.N} H{self.H} K{self.K}{causal}"
+        return f"{label}{self.dtype} B{self.B} M{self.M} N{self.N} H{self.H} K{self.K}{causal}"
 
     @property
-    def flop(self) -> float:
-        """Useful flop of the forward pass: two products; a causal mask leaves half of the pairs."""
+    def bias_shape(self) -> tuple[int, int, int, int] | None:
+        if self.bias is None:
+            return None
+        sizes = {"B": self.B, "H": self.H, "M": self.M, "N": self.N, "1": 1}
+        b, h, m, n = (sizes[d] for d in self.bias.split(","))
+        return b, h, m, n
+
+    def flop(self, which: str = "fwd") -> float:
+        """Useful flop: two products forward, five backward; causal leaves half of the pairs."""
         pairs = self.M * self.N * (0.5 if self.causal else 1.0)
-        return 2.0 * self.B * self.H * pairs * (self.K + self.Kv)
+        forward = 2.0 * self.B * self.H * pairs * (self.K + self.Kv)
+        return forward if which == "fwd" else BACKWARD_FLOP * forward
 
-    @property
-    def bytes(self) -> int:
-        """What must cross DRAM once: query, key, value in, output out."""
+    def bytes(self, which: str = "fwd") -> int:
+        """What must cross DRAM once. Forward: query, key, value, bias in, output out. Backward:
+        each of these in, and a gradient of each out or (the output's) in: twice as much."""
         query_and_out = self.B * self.M * self.H * (self.K + self.Kv)
         key_and_value = self.B * self.N * self.Hkv * (self.K + self.Kv)
-        return BYTES[self.dtype] * (query_and_out + key_and_value)
+        bias = 1 if self.bias_shape else 0
+        for size in self.bias_shape or ():
+            bias *= size
+        forward = BYTES[self.dtype] * (query_and_out + key_and_value + bias)
+        return forward if which == "fwd" else 2 * forward
 
     def row(self, which: str, backend: str, **measured: Any) -> dict[str, Any]:
         """A row of a result file (DESIGN section 7); features this cell does without are null."""
         head = {"set": self.set, "name": self.name, **dataclasses.asdict(self)}
-        absent = dict.fromkeys(("bias", "p", "window", "lens"))
+        if not self.label:
+            del head["label"]
+        absent = dict.fromkeys(("window", "lens"))
         return {**head, **absent, "pass": which, "backend": backend, **measured}
 
     @property
-    def group(self) -> str:
-        """The line of the summary table that this cell counts in."""
-        if self.set == "llm":
-            return f"llm K={self.K}"
-        if self.set == "anyk":
-            return (
-                "anyk K<=256"
-                if self.K <= 256
-                else "anyk K=320..512"
-                if self.K <= 512
-                else "anyk K=1024"
-            )
-        return self.set
-
-    @property
     def groups(self) -> list[str]:
-        if self.set == "llm" and self.N >= LONG and not self.causal:
-            return [self.group, f"{self.group} long", "llm"]
-        return [self.group, "llm"] if self.set == "llm" else [self.group]
+        """The lines of the summary table that this cell counts in."""
+        if self.set == "llm":
+            one = f"llm K={self.K}"
+            long = [f"{one} long"] if self.N >= LONG and not self.causal else []
+            return [one, *long, "llm"]
+        if self.set == "anyk":
+            if self.K <= 256:
+                return ["anyk K<=256"]
+            return ["anyk K=320..512" if self.K <= 512 else "anyk K=1024", "anyk K>256"]
+        return [f"{self.set} {self.label}", self.set] if self.label else [self.set]
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """The cell of a row; fields that an older file leaves out have their defaults."""
+    names = [f.name for f in dataclasses.fields(Cell)]
+    return Cell(**{f: row[f] for f in names if f in row})
 
 
 def cells(name: str) -> list[Cell]:
-    """The cells of a set; ValueError that says what is known, or which work brings it."""
+    """The cells of a set that are served; ValueError that says what is known, or which work brings
+    it."""
     if name in LATER:
         raise ValueError(f"the set '{name}' is not served yet: {LATER[name]}")
     if name not in SETS:
         raise ValueError(
             f"no set '{name}'; there are {', '.join(SETS)} (and later {', '.join(LATER)})"
         )
-    listed = json.loads(CELLS.read_text())[name]
     return [
         Cell(
             set=name,
@@ -107,8 +129,12 @@ def cells(name: str) -> list[Cell]:
             K=c["K"],
             Kv=c.get("Kv", c["K"]),
             causal=bool(c.get("causal", False)),
+            bias=c.get("bias"),
+            p=c.get("p"),
+            label=c.get("name", ""),
         )
-        for c in listed
+        for c in json.loads(CELLS.read_text())[name]
+        if not any(f in c for f in LATER_FIELDS)
     ]
 
 
@@ -135,5 +161,9 @@ def expected(
 
     passes, backends = list(passes), list(backends)
     return [
-        (c, w, b) for c in cells(name) for w in passes for b in backends if not not_served(b, c, sm)
+        (c, w, b)
+        for c in cells(name)
+        for w in passes
+        for b in backends
+        if not not_served(b, c, sm, w)
     ]

@@ -6,16 +6,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 FLUSH_BYTES = (
     256 << 20
 )  # five times the H200's L2; long enough (65 us) for the host to queue the call behind it
 HEAD_START_CYCLES = 400_000  # about 0.2 ms of an idle GPU while the host queues a round
+FLUSH_US, CYCLES_PER_US = 60, 2000  # what the flush hides of the host's work; clock of the newest
+MOST_HIDDEN_US = 2000
 ROUNDS = 4  # each backend is timed in this many separate turns
-MIN_REPS, MAX_REPS = 6, 200  # calls a backend and cell
-ESTIMATE_CALLS = 3
+MIN_REPS, MAX_REPS = 4, 100  # calls a backend and cell
+ESTIMATE_CALLS = 2
 
 
 class Progress:
@@ -67,13 +71,16 @@ class Timer:
             torch.cuda.synchronize()
 
     def _calls(
-        self, call: Callable[[], object], count: int
+        self, call: Callable[[], object], count: int, hidden_us: float
     ) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """hidden_us: how long the GPU waits before each call, so that the host is ahead of it."""
         torch.cuda._sleep(HEAD_START_CYCLES)
         pairs = []
         for _ in range(count):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.buffer.zero_()
+            if hidden_us > 0:
+                torch.cuda._sleep(int(hidden_us * CYCLES_PER_US))
             begin.record()
             call()
             end.record()
@@ -81,11 +88,11 @@ class Timer:
         return pairs
 
     def medians(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Median milliseconds of each callable."""
-        estimates = []
+        """Median milliseconds of each callable. Each has run before: nothing here warms it up."""
+        estimates, hidden = [], []
         for call in calls:
-            call()
-            pairs = self._calls(call, ESTIMATE_CALLS)
+            hidden.append(_to_hide_us(call))
+            pairs = self._calls(call, ESTIMATE_CALLS, hidden[-1])
             torch.cuda.synchronize()
             estimates.append(min(b.elapsed_time(e) for b, e in pairs))
         reps = [
@@ -94,20 +101,29 @@ class Timer:
         events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
         for turn in range(ROUNDS):
             for i, call in enumerate(calls):
-                events[i] += self._calls(
-                    call, reps[i] * (turn + 1) // ROUNDS - reps[i] * turn // ROUNDS
-                )
+                count = reps[i] * (turn + 1) // ROUNDS - reps[i] * turn // ROUNDS
+                events[i] += self._calls(call, count, hidden[i])
         torch.cuda.synchronize()
         return [statistics.median(b.elapsed_time(e) for b, e in pairs) for pairs in events]
 
 
-def peak_mib(call: Callable[[], object]) -> float:
-    """MiB that one call allocates at its peak on top of its inputs, its output included."""
+def _to_hide_us(call: Callable[[], object]) -> float:
+    """How much longer than the flush the host takes to queue a call (a backward call passes
+    autograd's thread), with a margin. Else short kernels would be timed by the host's pace."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    host_us = (time.perf_counter() - begin) * 1e6
+    torch.cuda.synchronize()
+    return min(MOST_HIDDEN_US, max(0.0, 1.5 * host_us - FLUSH_US))
+
+
+def with_peak_mib(call: Callable[[], T]) -> tuple[T, float]:
+    """What a call returns, and the MiB that it allocates at its peak on top of what there was: its
+    result included, for a backward call not the inputs, output and log-sum-exp that it reads."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = call()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    del result
-    return (peak - before) / 2**20
+    return result, (torch.cuda.max_memory_allocated() - before) / 2**20

@@ -199,9 +199,9 @@ def quiet_stderr() -> Iterator[None]:
 def peak_mib(call: Callable[[], Tensor], device: torch.device) -> float:
     """Most memory that PyTorch's allocator held during one call, on top of the inputs."""
     if device.type == "cuda":
-        from bench.timing import peak_mib as on_gpu
+        from bench.timing import with_peak_mib
 
-        return on_gpu(call)
+        return with_peak_mib(call)[1]
     from torch.profiler import ProfilerActivity, profile
 
     with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
