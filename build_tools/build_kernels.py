@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,10 @@ import ptxas_log
 from cuda import ROOT, BuildError
 
 CSRC = ROOT / "csrc"
-HOST_FILES = ["dispatch.cpp", "tensor_desc.cpp", "device.cpp"]
+HOST_FILES = sorted(p.name for p in CSRC.glob("*.cpp") if p.name != "binding.cpp")
+# Kernels that belong to no row: compiled for every arch of the build, replaced in host-only builds.
+REDUCE_FILES = ["reduce/delta.cu", "reduce/sum_splits.cu"]
+REDUCE_HOST_ONLY = "reduce/host_only.cpp"
 RAM_PER_JOB_GB = 3  # peak of one nvcc on a CUTLASS unit
 HOST_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden -DNDEBUG -Wall -Wextra"
 NVCC_FLAGS = (
@@ -166,11 +170,16 @@ def supported_archs(archs: list[Any], toolkit: cuda.Toolkit) -> list[Any]:
     return kept
 
 
-def gencode(unit: Any) -> str:
-    flags = [f"-gencode arch=compute_{a.code},code=sm_{a.code}" for a in unit.sass]
-    if unit.ptx is not None:
-        flags.append(f"-gencode arch=compute_{unit.ptx.code},code=compute_{unit.ptx.code}")
+def gencode(sass: Iterable[Any], ptx: Any | None) -> str:
+    flags = [f"-gencode arch=compute_{a.code},code=sm_{a.code}" for a in sass]
+    if ptx is not None:
+        flags.append(f"-gencode arch=compute_{ptx.code},code=compute_{ptx.code}")
     return " ".join(flags)
+
+
+def object_name(source: str) -> str:
+    """reduce/delta.cu -> reduce_delta.o: no unit of rows is called so."""
+    return str(Path(source).with_suffix(".o")).replace("/", "_")
 
 
 def _q(path: object) -> str:
@@ -185,13 +194,61 @@ def check_host_tools(facts: dict[str, str] | None) -> None:
         raise BuildError(f"{facts['include']} has no Python.h: install python3-dev")
 
 
+def nvcc_rule(toolkit: cuda.Toolkit, ccache: str, output: str) -> list[str]:
+    ccbin = os.environ.get("NVCC_CCBIN") or os.environ.get("CUDAHOSTCXX") or ""
+    nvcc = f"{shlex.quote(str(toolkit.nvcc))} {f'-ccbin {shlex.quote(ccbin)}' if ccbin else ''}"
+    return [
+        "rule nvcc",
+        # The log is kept beside the object, since ptxas tells of registers and spills there.
+        f"  command = {ccache} {nvcc} {NVCC_FLAGS} -I{shlex.quote(str(CSRC))} $flags {output}"
+        " > $out.log 2>&1 || { grep -v '^ptxas info' $out.log >&2; rm -f $out; exit 1; }",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $name",
+    ]
+
+
+def nvcc_builds(o: Options, archs: list[Any], units: list[Any]) -> tuple[list[Path], list[str]]:
+    """Objects of every unit and of the kernels that belong to no row, and the lines for them."""
+    objects: list[Path] = []
+    lines: list[str] = []
+
+    def add(name: str, source: Path, flags: str, what: str) -> None:
+        objects.append(o.objects / name)
+        lines.extend(
+            [
+                f"build {_q(objects[-1])}: nvcc {_q(source)}",
+                f"  flags = {flags}",
+                f"  name = {what}",
+            ]
+        )
+
+    # Without the "a" of arch-specific features, which these kernels do not use.
+    sass = [kernels.Arch(number) for number in sorted({a.number for a in archs})]
+    for source in REDUCE_FILES:
+        add(object_name(source), CSRC / source, gencode(sass, sass[-1]), source)
+    cutlass = f"-isystem {shlex.quote(str(cuda.find_cutlass()))}" if units else ""
+    for unit in units:
+        names = ", ".join(b.row.name for b in unit.rows)
+        add(
+            f"{unit.name}.o",
+            o.objects / "generated" / f"{unit.name}.cu",
+            f"{cutlass} {gencode(unit.sass, unit.ptx)}",
+            f"{unit.name} ({names}) for {' '.join(f'sm_{a.code}' for a in unit.sass)}",
+        )
+    return objects, lines
+
+
 def ninja_text(
-    o: Options, toolkit: cuda.Toolkit | None, units: list[Any], facts: dict[str, str] | None
+    o: Options,
+    toolkit: cuda.Toolkit | None,
+    archs: list[Any],
+    units: list[Any],
+    facts: dict[str, str] | None,
 ) -> str:
     ccache = (shutil.which("ccache") or "") if os.environ.get("MEMEFF_CCACHE", "1") != "0" else ""
     cxx = os.environ.get("CXX", "g++")
     generated, objects = o.objects / "generated", o.objects
-    includes = [f"-I{shlex.quote(str(CSRC))}"]
     host_cuda = ""
     if toolkit is not None:
         host_cuda = " ".join(
@@ -201,27 +258,14 @@ def ninja_text(
     lines = ["ninja_required_version = 1.5", f"builddir = {_q(objects)}"]
     lines += [
         "rule cxx",
-        f"  command = {ccache} {cxx} {HOST_FLAGS} {' '.join(includes)} $flags {output}",
+        f"  command = {ccache} {cxx} {HOST_FLAGS} -I{shlex.quote(str(CSRC))} $flags {output}",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $name",
     ]
-    if toolkit is not None and units:
-        ccbin = os.environ.get("NVCC_CCBIN") or os.environ.get("CUDAHOSTCXX") or ""
-        nvcc = f"{shlex.quote(str(toolkit.nvcc))} {f'-ccbin {shlex.quote(ccbin)}' if ccbin else ''}"
-        nvcc_includes = " ".join([*includes, f"-isystem {shlex.quote(str(cuda.find_cutlass()))}"])
-        lines += [
-            "rule nvcc",
-            # The log is kept beside the object, since ptxas tells of registers and spills there.
-            f"  command = {ccache} {nvcc} {NVCC_FLAGS} {nvcc_includes} $flags {output}"
-            " > $out.log 2>&1 || { grep -v '^ptxas info' $out.log >&2; rm -f $out; exit 1; }",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = $name",
-        ]
     common: list[Path] = []
-    for name in HOST_FILES:
-        common.append(objects / f"{Path(name).stem}.o")
+    for name in [*HOST_FILES, *([REDUCE_HOST_ONLY] if toolkit is None else [])]:
+        common.append(objects / object_name(name))
         lines += [
             f"build {_q(common[-1])}: cxx {_q(CSRC / name)}",
             f"  flags = {host_cuda}",
@@ -233,14 +277,11 @@ def ninja_text(
         "  flags =",
         "  name = kernel_table.cpp",
     ]
-    for unit in units:
-        common.append(objects / f"{unit.name}.o")
-        archs = " ".join(f"sm_{a.code}" for a in unit.sass)
-        lines += [
-            f"build {_q(common[-1])}: nvcc {_q(generated / (unit.name + '.cu'))}",
-            f"  flags = {gencode(unit)}",
-            f"  name = {unit.name} ({', '.join(b.row.name for b in unit.rows)}) for {archs}",
-        ]
+    if toolkit is not None:
+        lines += nvcc_rule(toolkit, ccache, output)
+        nvcc_objects, nvcc_lines = nvcc_builds(o, archs, units)
+        common += nvcc_objects
+        lines += nvcc_lines
     if facts is None:
         return "\n".join(
             [*lines, "build all: phony " + " ".join(_q(p) for p in common), "default all", ""]
@@ -311,6 +352,10 @@ def check_stats(objects: Path, units: list[Any]) -> list[str]:
                     else:  # an arch it is not meant for: its speed means nothing
                         print(f"note: {text} (not an arch it is chosen on)", flush=True)
             everything.append(entry)
+    for source in REDUCE_FILES:
+        log = objects / f"{object_name(source)}.log"
+        stats, _ = ptxas_log.parse(log.read_text() if log.exists() else "", [])
+        faults += [f"{source} for {one.arch} spills: {one.symbol}" for one in stats if one.spills]
     (objects / "kernel_stats.json").write_text(json.dumps(everything, indent=1) + "\n")
     return faults
 
@@ -355,7 +400,7 @@ def build(o: Options) -> Path | None:
     facts = python_facts(o.python) if o.link else None
     check_host_tools(facts)
     ninja_file = o.out / "build.ninja"
-    kernels.write_if_changed(ninja_file, ninja_text(o, toolkit, units, facts))
+    kernels.write_if_changed(ninja_file, ninja_text(o, toolkit, archs, units, facts))
     log = o.objects / ".ninja_log"
     before = len(log.read_text().splitlines()) if log.exists() else 0
     environment = dict(os.environ, NINJA_STATUS="[%f/%t %es] ")

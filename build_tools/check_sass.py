@@ -72,7 +72,7 @@ TENSOR_CORE = {
     "sm90": ("HGMMA",),
     "simt": ("FFMA",),
 }
-# Rows of sm70 that serve K <= 128 hide their latency by a second block.
+# Forward rows of sm70 that serve K <= 128 hide their latency by a second block.
 MIN_BLOCKS_SM70, MAX_TWO_BLOCKS_K = 2, 128
 
 
@@ -147,7 +147,8 @@ def check(stats: list[dict[str, Any]], rows: dict[str, Any], counts: dict[Any, A
         needed = TENSOR_CORE[row.arch]
         if counter is not None and native and not any(counter[i] for i in needed):
             faults.append(f"{where} has no {' or '.join(needed)}")
-        serves_small_k = row.max_k <= MAX_TWO_BLOCKS_K and row.value_tile <= MAX_TWO_BLOCKS_K
+        forward = getattr(row, "kind", "fwd") == "fwd"
+        serves_small_k = forward and max(row.max_k, row.value_tile) <= MAX_TWO_BLOCKS_K
         if row.arch == "sm70" and native and serves_small_k and blocks < MIN_BLOCKS_SM70:
             faults.append(
                 f"{where}: {blocks} blocks an SM, expected {MIN_BLOCKS_SM70} for K <= 128"

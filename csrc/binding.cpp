@@ -2,11 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <sstream>
+#include <utility>
 
+#include "call.h"
 #include "device.h"
-#include "dispatch.h"
-#include "tensor_desc.h"
 
 namespace py = pybind11;
 
@@ -19,12 +20,13 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   static const dlpack::ExchangeApi* known_api = nullptr;
   if (type == known_type) return known_api;
   const py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
-  if (capsule.is_none()) throw py::type_error("no __dlpack_c_exchange_api__: forward_scalars takes such tensors");
+  if (capsule.is_none())
+    throw py::type_error("no __dlpack_c_exchange_api__: the calls named _scalars take such tensors");
   auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api == nullptr) throw py::error_already_set();
   while (api != nullptr && api->version.major != 1) api = api->previous;
   if (api == nullptr || api->tensor_from_py_object == nullptr)
-    throw py::type_error("this torch's DLPack exchange is not of version 1: forward_scalars takes its tensors");
+    throw py::type_error("this torch's DLPack exchange is not of version 1: the calls named _scalars take its tensors");
   Py_INCREF(type);
   known_type = type;
   return known_api = api;
@@ -54,45 +56,61 @@ TensorDesc desc_of_scalars(py::handle scalars, int device) {
   return desc;
 }
 
-Status launch(const ForwardCall& args, uintptr_t stream) {
-  ForwardParams params;
-  Request request;
-  if (Status s = make_forward(args, &params, &request); !s.ok()) return s;
-  DeviceFacts facts;
-  if (Status s = device_facts(args.query.device, &facts); !s.ok()) return s;
-  request.sm = facts.sm, request.smem_optin = facts.smem_optin, request.sm_count = facts.sm_count;
-  const KernelRow* row = nullptr;
-  if (Status s = select(request, &row); !s.ok()) return s;
-  const DeviceGuard guard(args.query.device);
-  if (!guard.status().ok()) return guard.status();
-  return row->launch(params, reinterpret_cast<CUstream_st*>(stream));
-}
-
 py::object answer(const Status& status) {
   if (status.ok()) return py::none();
   return py::make_tuple(int(status.code), status.message);
 }
 
-py::object forward(py::handle query, py::handle key, py::handle value, py::handle bias, py::handle out, py::handle lse,
-                   float scale, int causal, bool tf32, std::string variant, uintptr_t stream) {
-  const ForwardCall args{desc_of(query), desc_of(key), desc_of(value), desc_of(bias), desc_of(out),
-                         desc_of(lse),   scale,        causal,         tf32,          std::move(variant)};
-  return answer(launch(args, stream));
+CUstream_st* stream_of(uintptr_t stream) { return reinterpret_cast<CUstream_st*>(stream); }
+
+py::object workspace_of(const BackwardCall& args) {
+  int64_t elements = 0;
+  const Status status = backward_workspace(args, &elements);
+  return status.ok() ? py::cast(elements) : answer(status);
 }
 
-py::object forward_scalars(py::handle query, py::handle key, py::handle value, py::handle bias, py::handle out,
-                           py::handle lse, float scale, int causal, bool tf32, std::string variant, uintptr_t stream,
-                           int device) {
-  const auto desc = [device](py::handle scalars) { return desc_of_scalars(scalars, device); };
-  const ForwardCall args{desc(query), desc(key), desc(value), desc(bias), desc(out),
-                         desc(lse),   scale,     causal,      tf32,       std::move(variant)};
-  return answer(launch(args, stream));
+template <size_t>
+using Handle = py::handle;
+
+// `name` takes tensors, `name`_scalars takes what describes them. Call starts with as many TensorDescs as I counts.
+template <typename Call, size_t... I>
+void def_call(py::module_& m, const std::string& name, Status (*run)(const Call&, CUstream_st*),
+              std::index_sequence<I...>) {
+  m.def(name.c_str(), [run](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
+                            uintptr_t stream) {
+    return answer(run({desc_of(tensors)..., scale, p, causal, tf32, std::move(variant)}, stream_of(stream)));
+  });
+  m.def((name + "_scalars").c_str(), [run](Handle<I>... scalars, float scale, double p, int causal, bool tf32,
+                                           std::string variant, uintptr_t stream, int device) {
+    const Call args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant)};
+    return answer(run(args, stream_of(stream)));
+  });
+}
+
+// The same without workspace and stream.
+template <size_t... I>
+void def_workspace(py::module_& m, std::index_sequence<I...>) {
+  m.def("backward_workspace",
+        [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant) {
+          return workspace_of({desc_of(tensors)..., TensorDesc{}, scale, p, causal, tf32, std::move(variant)});
+        });
+  m.def("backward_workspace_scalars",
+        [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant, int device) {
+          return workspace_of(
+              {desc_of_scalars(scalars, device)..., TensorDesc{}, scale, p, causal, tf32, std::move(variant)});
+        });
 }
 
 DType dtype_from(const std::string& name) {
   for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32})
     if (name == dtype_name(dtype)) return dtype;
   throw py::value_error("dtype is \"" + name + "\", not \"f16\", \"bf16\" or \"f32\"");
+}
+
+Pass pass_from(const std::string& name) {
+  for (Pass pass : {Pass::kForward, Pass::kBackward})
+    if (name == pass_name(pass)) return pass;
+  throw py::value_error("pass is \"" + name + "\", not \"fwd\" or \"bwd\"");
 }
 
 Request request_of(const py::dict& fields) {
@@ -105,6 +123,12 @@ Request request_of(const py::dict& fields) {
       r.math = value.cast<std::string>() == "tf32" ? Math::kTf32 : Math::kIeee;
     else if (name == "variant")
       r.variant = value.is_none() ? "" : value.cast<std::string>();
+    else if (name == "pass")
+      r.pass = pass_from(value.cast<std::string>());
+    else if (name == "dropout")
+      r.dropout = value.cast<bool>();
+    else if (name == "bias_grad")
+      r.bias_grad = value.cast<bool>();
     else if (name == "has_bias")
       r.has_bias = value.cast<bool>();
     else if (name == "any_build")
@@ -148,18 +172,30 @@ py::dict row_dict(const KernelRow& row) {
     if (sass != 0) archs.append("sm_" + std::to_string(sass) + (row.arch_specific ? "a" : ""));
   if (row.ptx != 0) archs.append("compute_" + std::to_string(row.ptx));
   using py::literals::operator""_a;
-  return py::dict("name"_a = row.name, "family"_a = row.family, "arch"_a = row.arch, "dtype"_a = dtype_name(row.dtype),
-                  "math"_a = row.math == Math::kTf32 ? "tf32" : "ieee", "max_k"_a = row.max_k, "max_kv"_a = row.max_kv,
-                  "alignment"_a = row.alignment, "bias"_a = row.bias, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
+  return py::dict("name"_a = row.name, "family"_a = row.family, "arch"_a = row.arch, "kind"_a = pass_name(row.kind),
+                  "dtype"_a = dtype_name(row.dtype), "math"_a = row.math == Math::kTf32 ? "tf32" : "ieee",
+                  "max_k"_a = row.max_k, "max_kv"_a = row.max_kv, "alignment"_a = row.alignment, "bias"_a = row.bias,
+                  "dropout"_a = row.dropout, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
                   "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
                   "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_sm"_a = row.min_sm,
                   "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill, "built_archs"_a = archs,
-                  "built"_a = row.launch != nullptr);
+                  "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {
   const KernelRow* row = nullptr;
   return select(request_of(request), &row).ok() ? row->name : "";
+}
+
+py::dict backward_plan(const py::dict& request, int heads_per_kv, std::array<int64_t, 4> bias) {
+  const int64_t sizes[] = {bias[0], bias[1], bias[2], bias[3]};
+  const KernelRow* row = nullptr;
+  BackwardPlan plan;
+  const Status status = plan_request(request_of(request), heads_per_kv, sizes, &row, &plan);
+  if (!status.ok()) throw py::value_error(status.message);
+  using py::literals::operator""_a;
+  return py::dict("row"_a = row->name, "query"_a = plan.splits.query, "key_value"_a = plan.splits.key_value,
+                  "bias"_a = plan.splits.bias, "workspace"_a = plan.total);
 }
 
 py::list variants() {
@@ -181,8 +217,10 @@ py::dict device_info(int device) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.def("forward", &forward);
-  m.def("forward_scalars", &forward_scalars);
+  def_call<ForwardCall>(m, "forward", &run_forward, std::make_index_sequence<7>());
+  def_call<BackwardCall>(m, "backward", &run_backward, std::make_index_sequence<13>());
+  def_workspace(m, std::make_index_sequence<12>());
+  m.def("backward_plan", &backward_plan);
   m.def("select", &select_name);
   m.def("explain", [](const py::dict& request) { return explain(request_of(request)); });
   m.def("variants", &variants);

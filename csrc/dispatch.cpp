@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -20,28 +21,22 @@ constexpr ChipFacts kChips[] = {
     {89, 99 * 1024, 142}, {90, 227 * 1024, 132}, {100, 227 * 1024, 148}, {120, 99 * 1024, 188},
 };
 
-Request with_chip_facts(Request request) {
-  ChipFacts facts = kChips[0];
-  for (const ChipFacts& chip : kChips)
-    if (chip.sm <= request.sm) facts = chip;
-  if (request.smem_optin <= 0) request.smem_optin = facts.smem_optin;
-  if (request.sm_count <= 0) request.sm_count = facts.sm_count;
-  return request;
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return b > 0 ? (a + b - 1) / b : a; }
 
+// Of a backward row's kernels that with the fewest blocks counts.
 double blocks_per_sm(const KernelRow& row, const Request& request) {
+  const bool backward = row.kind == Pass::kBackward;
+  const int64_t length = backward ? std::min(request.queries, request.keys) : request.queries;
   const int64_t slabs = row.max_kv == 0 ? ceil_div(request.value_dim, row.value_tile) : 1;
   const double blocks =
-      double(request.batch) * double(request.heads) * double(ceil_div(request.queries, row.tile_m)) * double(slabs);
+      double(request.batch) * double(request.heads) * double(ceil_div(length, row.tile_m)) * double(slabs);
   return blocks / double(request.sm_count);
 }
 
 // Machine code runs on its own major capability from its minor one up; PTX on anything at least as new.
 bool has_code(const KernelRow& row, const Request& request) {
   if (request.any_build || is_host_only()) return true;
-  if (row.launch == nullptr) return false;
+  if (!row.is_built()) return false;
   for (int32_t sass : row.sass) {
     if (sass == 0) break;
     if (row.arch_specific ? sass == request.sm : sass / 10 == request.sm / 10 && sass <= request.sm) return true;
@@ -49,8 +44,19 @@ bool has_code(const KernelRow& row, const Request& request) {
   return row.ptx != 0 && row.ptx <= request.sm;
 }
 
+// Full forward rows serve every call with dropout, full backward rows every call with a bias, dropout or both.
+bool takes_dropout(const KernelRow& row, const Request& request) {
+  if (row.kind == Pass::kBackward) return row.dropout || !request.dropout;
+  return row.dropout == request.dropout;
+}
+
+bool takes_bias(const KernelRow& row, const Request& request) {
+  if (row.kind == Pass::kBackward && row.is_full()) return request.has_bias || request.dropout;
+  return row.is_full() || row.bias == request.has_bias;
+}
+
 std::string built_for(const KernelRow& row) {
-  if (row.launch == nullptr) return "is not built";
+  if (!row.is_built()) return "is not built";
   std::string text = "is built for";
   for (int32_t sass : row.sass)
     if (sass != 0) text += " sm_" + to_string(sass);
@@ -71,6 +77,10 @@ struct Rule {
 };
 
 constexpr Rule kRules[] = {
+    {false, [](const KernelRow& k, const Request& r) { return k.kind == r.pass; },
+     [](const KernelRow& k, const Request&) {
+       return std::string(k.kind == Pass::kForward ? "is for the forward pass" : "is for the backward pass");
+     }},
     {false, [](const KernelRow& k, const Request& r) { return k.dtype == r.dtype; },
      [](const KernelRow& k, const Request& r) {
        return std::string("takes ") + dtype_name(k.dtype) + ", not " + dtype_name(r.dtype);
@@ -87,8 +97,13 @@ constexpr Rule kRules[] = {
      [](const KernelRow&, const Request&) {
        return std::string("computes in TF32, which torch does not allow now (torch.backends.cuda.matmul)");
      }},
-    {false, [](const KernelRow& k, const Request& r) { return k.bias == r.has_bias; },
+    {false, takes_dropout,
      [](const KernelRow& k, const Request&) {
+       return std::string(k.dropout ? "is for dropout, p is 0" : "takes no dropout, p is not 0");
+     }},
+    {false, takes_bias,
+     [](const KernelRow& k, const Request&) {
+       if (k.kind == Pass::kBackward && k.is_full()) return std::string("is for a bias or dropout, neither is given");
        return std::string(k.bias ? "is for a bias, none is given" : "takes no bias, one is given");
      }},
     {false, [](const KernelRow& k, const Request& r) { return k.max_k == 0 || r.head_dim <= k.max_k; },
@@ -151,16 +166,19 @@ std::string unknown_variant(const std::string& name) {
 }
 
 std::string request_line(const Request& r) {
-  return std::string("forward, ") + dtype_name(r.dtype) + (r.math == Math::kTf32 ? " (TF32 allowed)" : "") + ", B " +
-         to_string(r.batch) + ", M " + to_string(r.queries) + ", N " + to_string(r.keys) + ", H " + to_string(r.heads) +
-         ", K " + to_string(r.head_dim) + ", Kv " + to_string(r.value_dim) + ", common alignment " +
-         to_string(r.alignment) + (r.has_bias ? ", with bias" : ", no bias") + ", on sm_" + to_string(r.sm);
+  return std::string(r.pass == Pass::kForward ? "forward, " : "backward, ") + dtype_name(r.dtype) +
+         (r.math == Math::kTf32 ? " (TF32 allowed)" : "") + ", B " + to_string(r.batch) + ", M " +
+         to_string(r.queries) + ", N " + to_string(r.keys) + ", H " + to_string(r.heads) + ", K " +
+         to_string(r.head_dim) + ", Kv " + to_string(r.value_dim) + ", common alignment " + to_string(r.alignment) +
+         (r.has_bias ? ", with bias" : ", no bias") + (r.bias_grad ? " and its gradient" : "") +
+         (r.dropout ? ", with dropout" : "") + ", on sm_" + to_string(r.sm);
 }
 
 std::string row_facts(const KernelRow& row) {
-  return "tile " + to_string(row.tile_m) + " queries x " + to_string(row.tile_n) + " keys, value tile " +
-         to_string(row.value_tile) + ", " + to_string(row.threads) + " threads, " + kilobytes(row.smem_bytes) +
-         " of shared memory";
+  const bool forward = row.kind == Pass::kForward;
+  return "tile " + to_string(row.tile_m) + (forward ? " queries x " : " of its own x ") + to_string(row.tile_n) +
+         (forward ? " keys, value tile " : " in the loop, output columns ") + to_string(row.value_tile) + ", " +
+         to_string(row.threads) + " threads, " + kilobytes(row.smem_bytes) + " of shared memory";
 }
 
 // Why a choice may be slower than the user expects.
@@ -208,11 +226,22 @@ std::string no_kernel_text(const Request& request) {
       return "this build has no code for sm_" + to_string(request.sm) + " (it has " + kBuildInfo.archs +
              "); one with MEMEFF_CUDA_ARCHS=" + to_string(request.sm) + " would run " + row->name;
   }
-  return std::string("no kernel takes ") + dtype_name(request.dtype) + " on sm_" + to_string(request.sm) +
-         " with these sizes";
+  const char* pass = request.pass == Pass::kForward ? "no kernel takes " : "no backward kernel takes ";
+  return pass + std::string(dtype_name(request.dtype)) + " on sm_" + to_string(request.sm) + " with these sizes";
 }
 
 }  // namespace
+
+Request with_chip_facts(Request request) {
+  ChipFacts facts = kChips[0];
+  for (const ChipFacts& chip : kChips)
+    if (chip.sm <= request.sm) facts = chip;
+  if (request.smem_optin <= 0) request.smem_optin = facts.smem_optin;
+  if (request.sm_count <= 0) request.sm_count = facts.sm_count;
+  return request;
+}
+
+const char* pass_name(Pass pass) { return pass == Pass::kForward ? "fwd" : "bwd"; }
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -235,6 +264,7 @@ bool is_host_only() {
 
 std::vector<std::string> reasons(const KernelRow& row, const Request& request, bool forced, int limit) {
   std::vector<std::string> found;
+  if (row.kind != request.pass) return {kRules[0].reason(row, request)};  // beside it nothing else matters
   for (const Rule& rule : kRules) {
     if (forced && rule.automatic) continue;
     if (!rule.fits(row, request)) found.push_back(rule.reason(row, request));

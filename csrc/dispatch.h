@@ -13,18 +13,22 @@ struct CUstream_st;  // what cudaStream_t points to
 
 namespace memeff {
 
+enum class Pass : int32_t { kForward = 0, kBackward = 1 };
+
 using LaunchForward = Status (*)(const ForwardParams&, CUstream_st*);
+using LaunchBackward = Status (*)(const BackwardParams&, CUstream_st*);
 
 // One row of the list in kernels_rows.py (fields are explained there) and the code this build has for it.
 struct KernelRow {
   const char* name;
   const char* family;
   const char* arch;
+  Pass kind;
   DType dtype;
   Math math;
   int32_t max_k, max_kv;  // 0: any
   int32_t alignment;      // elements
-  bool bias;
+  bool bias, dropout;
   int32_t tile_m, tile_n, value_tile, threads, smem_bytes;
   int32_t max_m;             // 0: any; automatic choice only
   double max_blocks_per_sm;  // 0: any; automatic choice only
@@ -33,7 +37,11 @@ struct KernelRow {
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none
-  LaunchForward launch;      // null: not built
+  LaunchForward forward;     // that of the row's kind; both null: not built
+  LaunchBackward backward;
+
+  bool is_built() const { return forward != nullptr || backward != nullptr; }
+  bool is_full() const { return bias && dropout; }  // a tensor bias is then allowed, not needed
 };
 
 struct BuildInfo {
@@ -60,13 +68,20 @@ struct Request {
   int32_t head_dim = 1;
   int32_t value_dim = 1;
   int32_t alignment = 1;  // elements: the largest power of two that divides what rows ask about (see kernels_rows.py)
+  Pass pass = Pass::kForward;
   bool has_bias = false;
+  bool dropout = false;
+  bool bias_grad = false;  // backward: the bias' gradient is wanted
   bool any_build = false;  // answer for a build that has every row (a host-only build always does)
   std::string variant;     // forced row; empty: automatic
 };
 
 const char* dtype_name(DType dtype);
+const char* pass_name(Pass pass);  // "fwd", "bwd"
 bool is_host_only();
+
+// The same with what the sm's usual chip has where smem_optin or sm_count is 0.
+Request with_chip_facts(Request request);
 
 // The row, or why there is none: kInvalid for an unknown forced name, kUnsupported with explain()'s text otherwise.
 Status select(const Request& request, const KernelRow** row);

@@ -30,8 +30,10 @@ ARCH_MINIMUM = {"sm70": 70, "sm75": 75, "sm80": 80, "sm90": 90, "simt": 70}
 ARCH_SPECIFIC = {"sm90"}
 # `register` is a keyword of C++; every other family's namespace is its name.
 NAMESPACES = {"register": "registers"}
-# A unit parses CUTLASS once (10 s) and holds few enough kernels to keep every core busy.
-ROWS_PER_UNIT = 2
+# A unit parses CUTLASS once (10 s) and holds few enough kernels to keep every core busy. A backward
+# row is several kernels.
+ROWS_PER_UNIT = {"fwd": 2, "bwd": 1}
+KINDS = {"fwd": "kForward", "bwd": "kBackward"}
 DTYPES = {"f16": "kF16", "bf16": "kBF16", "f32": "kF32"}
 MATHS = {"ieee": "kIeee", "tf32": "kTf32"}
 # Names that torch's TORCH_CUDA_ARCH_LIST knows.
@@ -81,16 +83,28 @@ def load_rows(path: Path = ROWS_FILE) -> list[Any]:
     spec = importlib.util.spec_from_file_location("kernels_rows", path)
     assert spec is not None and spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
-    sys.modules["kernels_rows"] = module  # dataclasses look their module up by name
-    keep = sys.dont_write_bytecode
+    keep, before = sys.dont_write_bytecode, sys.modules.get(spec.name)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
     sys.dont_write_bytecode = True
     try:
         spec.loader.exec_module(module)
     finally:
         sys.dont_write_bytecode = keep
+        if before is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = before
     rows = list(module.VARIANTS)
     check_rows(rows)
     return rows
+
+
+def kind_of(row: Any) -> str:
+    return str(getattr(row, "kind", "fwd"))
+
+
+def dropout_of(row: Any) -> bool:
+    return bool(getattr(row, "dropout", False))
 
 
 def check_rows(rows: list[Any]) -> None:
@@ -105,6 +119,10 @@ def check_rows(rows: list[Any]) -> None:
             if getattr(row, field) not in allowed:
                 got = getattr(row, field)
                 raise ValueError(f"row {row.name}: {field} is {got!r}, not one of {list(allowed)}")
+        if kind_of(row) not in KINDS:
+            raise ValueError(f"row {row.name}: kind is {kind_of(row)!r}, not one of {list(KINDS)}")
+        if kind_of(row) == "bwd" and row.bias != dropout_of(row):
+            raise ValueError(f"row {row.name}: a backward row takes bias and dropout, or neither")
         if not row.min_sm <= row.max_sm:
             raise ValueError(f"row {row.name}: min_sm {row.min_sm} > max_sm {row.max_sm}")
 
@@ -164,19 +182,22 @@ def plan(
     for one in built:
         if one.sass:
             r = one.row
-            groups.setdefault((r.family, r.arch, r.dtype, r.header, one.sass, one.ptx), []).append(
-                one
-            )
+            key = (r.family, kind_of(r), r.arch, r.dtype, r.header, one.sass, one.ptx)
+            groups.setdefault(key, []).append(one)
     units: list[Unit] = []
     counts: dict[str, int] = {}
-    for (family, arch, dtype, *_), members in groups.items():
-        stem = f"{family}_{arch}_{dtype}"
-        for start in range(0, len(members), ROWS_PER_UNIT):
+    for (family, kind, arch, dtype, *_), members in groups.items():
+        stem = "_".join([family, *(["bwd"] if kind == "bwd" else []), arch, dtype])
+        size = ROWS_PER_UNIT[kind]
+        for start in range(0, len(members), size):
             number = counts[stem] = counts.get(stem, 0) + 1
-            units.append(
-                Unit(f"{stem}_{number:02d}", tuple(members[start : start + ROWS_PER_UNIT]))
-            )
+            units.append(Unit(f"{stem}_{number:02d}", tuple(members[start : start + size])))
     return built, units
+
+
+def _signature(row: Any, params: str, stream: str) -> str:
+    kind = "BackwardParams" if kind_of(row) == "bwd" else "ForwardParams"
+    return f"Status launch_{row.name}(const {kind}&{params}, {stream})"
 
 
 def unit_source(unit: Unit) -> str:
@@ -198,8 +219,9 @@ def unit_source(unit: Unit) -> str:
         for member, value in facts.items():
             said = f"{name}: {member} is not the row's {value}"
             lines.append(f'static_assert({traits}::{member} == {value}, "{said}");')
-        lines.append(f"Status launch_{name}(const ForwardParams& params, cudaStream_t stream) {{")
-        lines.append(f'  return {space}::launch_forward<{traits}>(params, stream, "{name}");')
+        launcher = "launch_backward" if kind_of(row) == "bwd" else "launch_forward"
+        lines.append(f"{_signature(row, ' params', 'cudaStream_t stream')} {{")
+        lines.append(f'  return {space}::{launcher}<{traits}>(params, stream, "{name}");')
         lines.append("}")
     lines += ["}  // namespace memeff", ""]
     return "\n".join(lines)
@@ -210,24 +232,27 @@ def _bool(value: Any) -> str:
 
 
 def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> str:
-    """kernel_table.cpp: the list as dispatch.h's KernelRow; a null launch: not built."""
+    """kernel_table.cpp: the list as dispatch.h's KernelRow; no launch: not built."""
     lines = ["// Generated by csrc/kernels.py.", '#include "dispatch.h"', "", "namespace memeff {"]
     for one in built:
         if one.sass:
-            lines.append(f"Status launch_{one.row.name}(const ForwardParams&, CUstream_st*);")
+            lines.append(f"{_signature(one.row, '', 'CUstream_st*')};")
     lines += ["", "const KernelRow kKernelTable[] = {"]
     for one in built:
         r = one.row
         sass = ", ".join(str(a.number) for a in one.sass) or "0"
+        launch = f"&launch_{r.name}" if one.sass else "nullptr"
+        pair = ("nullptr", launch) if kind_of(r) == "bwd" else (launch, "nullptr")
         fields = [
             f'"{r.name}", "{r.family}", "{r.arch}"',
-            f"DType::{DTYPES[r.dtype]}, Math::{MATHS[r.math]}",
-            f"{r.max_k}, {r.max_kv}, {r.alignment}, {_bool(r.bias)}",
+            f"Pass::{KINDS[kind_of(r)]}, DType::{DTYPES[r.dtype]}, Math::{MATHS[r.math]}",
+            f"{r.max_k}, {r.max_kv}, {r.alignment}",
+            f"{_bool(r.bias)}, {_bool(dropout_of(r))}",
             f"{r.tile_m}, {r.tile_n}, {r.value_tile}, {r.threads}, {r.smem_bytes}",
             f"{r.max_m}, {float(r.max_blocks_per_sm)}, {r.min_sm}, {r.max_sm}",
             f"{_bool(r.allow_spill)}, {_bool(r.arch in ARCH_SPECIFIC)}",
             f"{{{sass}}}, {one.ptx.number if one.ptx else 0}",
-            f"&launch_{r.name}" if one.sass else "nullptr",
+            *pair,
         ]
         lines.append("    {" + ", ".join(fields) + "},")
     if not built:

@@ -18,7 +18,7 @@ struct Tensor {  // DLTensor
   int32_t device_type;  // 1: CPU, 2: CUDA
   int32_t device_id;
   int32_t ndim;
-  uint8_t code;  // 2: IEEE float, 4: bfloat, 6: bool
+  uint8_t code;  // 0: signed integer, 2: IEEE float, 4: bfloat, 6: bool
   uint8_t bits;
   uint16_t lanes;
   int64_t* shape;
@@ -39,10 +39,11 @@ struct ExchangeApi {  // DLPackExchangeAPI
 constexpr int kMaxRank = 5;
 constexpr int32_t kCudaDevice = 2;     // DLPack's kDLCUDA
 constexpr int32_t kUnknownDType = -1;  // a dtype no kernel knows
+constexpr int32_t kInt64 = 4;          // no DType: seeds only
 
 struct TensorDesc {
   void* data = nullptr;
-  int32_t dtype = kUnknownDType;  // a DType, or kUnknownDType
+  int32_t dtype = kUnknownDType;  // a DType, kInt64 or kUnknownDType
   int32_t device_type = kCudaDevice;
   int32_t device = 0;
   int32_t rank = 0;  // beyond kMaxRank: shape and strides are not filled
@@ -55,8 +56,9 @@ struct TensorDesc {
 TensorDesc from_dlpack(const dlpack::Tensor& tensor);
 
 struct ForwardCall {
-  TensorDesc query, key, value, bias, out, lse;  // bias and lse may be left out
+  TensorDesc query, key, value, bias, out, lse, seed;  // bias, lse and seed may be left out
   float scale = 1.f;
+  double p = 0;        // probability to drop a weight; not 0 exactly where there is a seed
   int32_t causal = 0;  // a Causal
   bool tf32 = false;
   std::string variant;
@@ -67,6 +69,7 @@ struct ForwardCall {
 //   3-D: query [B, M, K];  4-D: query [B, M, H, K], key and value [B, N, Hkv, K|Kv], Hkv divides H;
 //   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv.
 //   bias: [B|1, (G|1, H|1 | H|1,) M|1, N|1]; lse [B, 1, M] | [B, H, M] | [B, G, H, M], last stride 1.
+//   seed: int64 [2], {seed, offset}.
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request);
 
 }  // namespace memeff

@@ -4,7 +4,10 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-class Request(TypedDict, total=False):
+# `pass` is a keyword: "fwd" (where left out) or "bwd".
+_Pass = TypedDict("_Pass", {"pass": str}, total=False)
+
+class Request(_Pass, total=False):
     sm: int  # compute capability as a number: 80, 90
     smem_optin: int  # bytes of shared memory a block may ask for; 0 or left out: that of the sm
     sm_count: int  # 0 or left out: that of the sm's usual chip
@@ -18,6 +21,8 @@ class Request(TypedDict, total=False):
     Kv: int
     alignment: int  # elements: the largest power of two dividing addresses, strides, K and Kv
     has_bias: bool
+    dropout: bool
+    bias_grad: bool  # backward: the bias' gradient is wanted
     variant: str | None  # forced row; "" or None: automatic
     any_build: bool  # answer for a build that has every row, as a host-only build always does
 
@@ -27,14 +32,15 @@ class DeviceInfo(TypedDict):
     sm_count: int
     name: str
 
-# (address, dtype, shape, strides in elements); dtype: 0 float16, 1 bfloat16, 2 float32, 3 bool
+# (address, dtype, shape, strides in elements); dtype: 0 float16, 1 bfloat16, 2 float32, 3 bool, 4 int64
 Scalars = tuple[int, int, list[int] | tuple[int, ...], list[int] | tuple[int, ...]]
 
 source_hash: str
 is_cuda_build: bool
 
 # None: launched. Otherwise (code, message): 1 ValueError, 2 NotImplementedError, 3 RuntimeError.
-# Raises TypeError where a tensor's type has no DLPack C exchange API: forward_scalars takes those.
+# Raises TypeError where a tensor's type has no DLPack C exchange API: the calls named
+# _scalars take those.
 def forward(
     query: Tensor,
     key: Tensor,
@@ -42,7 +48,9 @@ def forward(
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    seed: Tensor | None,  # int64 [2]: {seed, offset}; None exactly where p is 0
     scale: float,
+    p: float,
     causal: int,  # 0 none, 1 top-left, 2 bottom-right
     tf32: bool,
     variant: str,
@@ -56,7 +64,9 @@ def forward_scalars(
     bias: Scalars | None,
     out: Scalars,
     lse: Scalars | None,
+    seed: Scalars | None,
     scale: float,
+    p: float,
     causal: int,
     tf32: bool,
     variant: str,
@@ -64,6 +74,110 @@ def forward_scalars(
     device: int,  # CUDA device index of all the tensors
     /,
 ) -> tuple[int, str] | None: ...
+
+# Gradients left out are not computed; those given are contiguous, with shape and dtype of their
+# input. Without any of them nothing runs.
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    grad_query: Tensor | None,
+    grad_key: Tensor | None,
+    grad_value: Tensor | None,
+    grad_bias: Tensor | None,
+    workspace: Tensor | None,  # fp32 [n], aligned to 16 bytes, n >= backward_workspace(...)
+    scale: float,
+    p: float,
+    causal: int,
+    tf32: bool,
+    variant: str,
+    stream: int,
+    /,
+) -> tuple[int, str] | None: ...
+def backward_scalars(
+    grad_out: Scalars,
+    query: Scalars,
+    key: Scalars,
+    value: Scalars,
+    bias: Scalars | None,
+    out: Scalars,
+    lse: Scalars,
+    seed: Scalars | None,
+    grad_query: Scalars | None,
+    grad_key: Scalars | None,
+    grad_value: Scalars | None,
+    grad_bias: Scalars | None,
+    workspace: Scalars | None,
+    scale: float,
+    p: float,
+    causal: int,
+    tf32: bool,
+    variant: str,
+    stream: int,
+    device: int,
+    /,
+) -> tuple[int, str] | None: ...
+
+# fp32 elements, 0 where no gradient is wanted; or (code, message) as the others.
+def backward_workspace(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    grad_query: Tensor | None,
+    grad_key: Tensor | None,
+    grad_value: Tensor | None,
+    grad_bias: Tensor | None,
+    scale: float,
+    p: float,
+    causal: int,
+    tf32: bool,
+    variant: str,
+    /,
+) -> int | tuple[int, str]: ...
+def backward_workspace_scalars(
+    grad_out: Scalars,
+    query: Scalars,
+    key: Scalars,
+    value: Scalars,
+    bias: Scalars | None,
+    out: Scalars,
+    lse: Scalars,
+    seed: Scalars | None,
+    grad_query: Scalars | None,
+    grad_key: Scalars | None,
+    grad_value: Scalars | None,
+    grad_bias: Scalars | None,
+    scale: float,
+    p: float,
+    causal: int,
+    tf32: bool,
+    variant: str,
+    device: int,
+    /,
+) -> int | tuple[int, str]: ...
+
+class BackwardPlan(TypedDict):
+    row: str
+    query: int  # splits of each output's loop
+    key_value: int
+    bias: int
+    workspace: int  # fp32 elements
+
+# What backward would do for a request with "pass": "bwd" and every gradient wanted; bias: sizes
+# [B, H, M, N] of the bias whose gradient is wanted, zeros: none. Raises ValueError without a row.
+def backward_plan(
+    request: Request, heads_per_kv: int, bias: tuple[int, int, int, int], /
+) -> BackwardPlan: ...
 def select(request: Request, /) -> str: ...
 def explain(request: Request, /) -> str: ...
 def variants() -> list[dict[str, Any]]: ...

@@ -1,0 +1,28 @@
+// Tensors of a backward call -> BackwardParams. Plain C++17: no Python.
+#pragma once
+
+#include "tensor_desc.h"
+
+namespace memeff {
+
+struct BackwardCall {
+  TensorDesc grad_out, query, key, value, bias, out, lse, seed;  // bias and seed may be left out
+  TensorDesc grad_query, grad_key, grad_value, grad_bias;        // each may be left out: not wanted
+  TensorDesc workspace;
+  float scale = 1.f;
+  double p = 0;
+  int32_t causal = 0;  // a Causal
+  bool tf32 = false;
+  std::string variant;
+
+  bool wants_any() const {
+    return grad_query.has_value() || grad_key.has_value() || grad_value.has_value() || grad_bias.has_value();
+  }
+};
+
+// As make_forward. The gradients have the shape and dtype of their inputs and are contiguous; grad_out has out's shape
+// and any strides with last stride 1. Every gradient of params is the tensor itself with splits = 1, delta is null:
+// what backward_plan.h then changes.
+Status make_backward(const BackwardCall& args, BackwardParams* params, Request* request);
+
+}  // namespace memeff

@@ -1,0 +1,124 @@
+#include "call.h"
+
+#include "device.h"
+#include "layout.h"
+#include "reduce/reduce.h"
+
+namespace memeff {
+namespace {
+
+using std::to_string;
+
+Status select_on_device(int device, Request request, const KernelRow** row, DeviceFacts* facts) {
+  if (Status s = device_facts(device, facts); !s.ok()) return s;
+  request.sm = facts->sm, request.smem_optin = facts->smem_optin, request.sm_count = facts->sm_count;
+  return select(request, row);
+}
+
+struct Backward {
+  BackwardParams params;
+  Request request;
+  BackwardPlan plan;
+  const KernelRow* row = nullptr;  // null where no gradient is wanted
+};
+
+Status prepare(const BackwardCall& args, Backward* b) {
+  if (Status s = make_backward(args, &b->params, &b->request); !s.ok()) return s;
+  if (!args.wants_any()) return {};
+  DeviceFacts facts;
+  if (Status s = select_on_device(args.query.device, b->request, &b->row, &facts); !s.ok()) return s;
+  b->plan = plan_backward(*b->row, b->params, facts.sm_count);
+  return {};
+}
+
+Status check_workspace(const TensorDesc& workspace, const TensorDesc& query, int64_t needed) {
+  if (!workspace.has_value()) return invalid("workspace is missing: " + to_string(needed) + " elements are needed");
+  if (workspace.dtype != int32_t(DType::kF32)) return invalid("workspace is not float32");
+  if (workspace.rank != 1 || workspace.shape[0] < needed)
+    return invalid("workspace is not of one dimension with at least " + to_string(needed) + " elements");
+  if (Status s = check_contiguous(workspace, "workspace"); !s.ok()) return s;
+  if (reinterpret_cast<uintptr_t>(workspace.data) % 16 != 0) return invalid("workspace is not aligned to 16 bytes");
+  return check_devices({&query, &workspace});
+}
+
+reduce::DeltaArgs delta_args(const BackwardParams& p, float* delta, DType dtype) {
+  const ForwardParams& f = p.forward;
+  const TensorView out{f.out.data, f.out.stride_b, f.out.stride_g, f.out.stride_h, f.out.stride_m};
+  return {out, p.grad_out, dtype, delta, f.batch, f.queries, f.heads, f.heads_per_group, f.value_dim};
+}
+
+// Adds up the partial sums of one gradient: `partial` is its view in the workspace, `gradient` the tensor.
+template <typename View>
+Status sum_splits(const View& partial, void* gradient, DType dtype, int64_t numel, CUstream_st* stream) {
+  if (partial.splits == 1) return {};
+  return reduce::launch_sum_splits(
+      {static_cast<const float*>(partial.data), gradient, dtype, numel, partial.stride_split, partial.splits}, stream);
+}
+
+Status launch_all(const KernelRow& row, const BackwardParams& p, const BackwardCall& args, CUstream_st* stream) {
+  const DType dtype = DType(args.query.dtype);
+  auto* delta = static_cast<float*>(args.workspace.data);
+  if (Status s = reduce::launch_delta(delta_args(p, delta, dtype), stream); !s.ok()) return s;
+  if (Status s = row.backward(p, stream); !s.ok()) return s;
+  const auto sum = [&](const auto& partial, const TensorDesc& gradient, int64_t numel) {
+    return sum_splits(partial, gradient.data, DType(gradient.dtype), numel, stream);
+  };
+  if (Status s = sum(p.grad_query, args.grad_query, grad_query_numel(p)); !s.ok()) return s;
+  if (Status s = sum(p.grad_key, args.grad_key, grad_key_numel(p)); !s.ok()) return s;
+  if (Status s = sum(p.grad_value, args.grad_value, grad_value_numel(p)); !s.ok()) return s;
+  return sum(p.grad_bias, args.grad_bias, grad_bias_numel(p));
+}
+
+}  // namespace
+
+Status run_forward(const ForwardCall& args, CUstream_st* stream) {
+  ForwardParams params;
+  Request request;
+  if (Status s = make_forward(args, &params, &request); !s.ok()) return s;
+  DeviceFacts facts;
+  const KernelRow* row = nullptr;
+  if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
+  const DeviceGuard guard(args.query.device);
+  if (!guard.status().ok()) return guard.status();
+  return row->forward(params, stream);
+}
+
+Status run_backward(const BackwardCall& args, CUstream_st* stream) {
+  Backward b;
+  if (Status s = prepare(args, &b); !s.ok() || b.row == nullptr) return s;
+  if (Status s = check_workspace(args.workspace, args.query, b.plan.total); !s.ok()) return s;
+  use_workspace(b.plan, static_cast<float*>(args.workspace.data), &b.params);
+  const DeviceGuard guard(args.query.device);
+  if (!guard.status().ok()) return guard.status();
+  return launch_all(*b.row, b.params, args, stream);
+}
+
+Status backward_workspace(const BackwardCall& args, int64_t* elements) {
+  Backward b;
+  Status status = prepare(args, &b);
+  *elements = b.plan.total;
+  return status;
+}
+
+Status plan_request(const Request& asked, int32_t heads_per_kv, const int64_t (&bias)[4], const KernelRow** row,
+                    BackwardPlan* plan) {
+  const Request r = with_chip_facts(asked);
+  if (Status s = select(r, row); !s.ok()) return s;
+  BackwardParams p;
+  ForwardParams& f = p.forward;
+  f.batch = r.batch, f.queries = int32_t(r.queries), f.keys = int32_t(r.keys);
+  f.heads = f.heads_per_group = int32_t(r.heads);
+  f.head_dim = r.head_dim, f.value_dim = r.value_dim;
+  p.heads_per_kv = heads_per_kv;
+  float wanted = 0;  // any address
+  p.grad_query.data = p.grad_key.data = p.grad_value.data = &wanted;
+  if (bias[0] != 0) {
+    p.grad_bias.data = &wanted;
+    p.grad_bias.sum_b = bias[0] < f.batch, p.grad_bias.sum_h = bias[1] < f.heads;
+    p.grad_bias.sum_m = bias[2] < f.queries, p.grad_bias.sum_n = bias[3] < f.keys;
+  }
+  *plan = plan_backward(**row, p, r.sm_count);
+  return {};
+}
+
+}  // namespace memeff

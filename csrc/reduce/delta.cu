@@ -1,0 +1,111 @@
+// delta = rowsum(grad_out * out).
+//
+// A row of Kv columns belongs to 2^k neighbouring lanes, which read it in vectors and add their sums up by shuffles.
+// Neighbouring groups of lanes take rows that lie side by side in memory: heads of one query (BMHK), or queries of one
+// head where these are closer.
+#include "reduce/element.h"
+#include "reduce/reduce.h"
+
+namespace memeff {
+namespace reduce {
+namespace {
+
+struct DeltaKernelArgs {
+  DeltaArgs a;
+  int64_t rows;      // B * H * M
+  int lanes;         // a power of two, at most 32: lanes of a row
+  bool query_first;  // row numbers count queries fastest, else heads
+};
+
+struct Row {
+  int64_t batch;
+  int head, query;
+};
+
+// Index: 32 bits where all rows fit, since 64-bit divisions would cost more than the loads.
+template <typename Index>
+__device__ Row locate_row(const DeltaKernelArgs& args, int64_t number) {
+  const Index fast = Index(args.query_first ? args.a.queries : args.a.heads);
+  const Index slow = Index(args.query_first ? args.a.heads : args.a.queries);
+  const Index rest = Index(number) / fast, first = Index(number) - rest * fast;
+  const Index batch = rest / slow, second = rest - batch * slow;
+  return {int64_t(batch), int(args.query_first ? second : first), int(args.query_first ? first : second)};
+}
+
+__device__ int64_t row_offset(const TensorView& view, const Row& row, int heads_per_group) {
+  const int group = row.head / heads_per_group, member = row.head - group * heads_per_group;
+  return row.batch * view.stride_b + group * view.stride_g + member * view.stride_h + row.query * view.stride_m;
+}
+
+template <typename T, int kVector, typename Index>
+__global__ void __launch_bounds__(kThreads) delta_kernel(DeltaKernelArgs args) {
+  using Vec = Vector<T, kVector>;
+  const DeltaArgs& a = args.a;
+  const int lane = threadIdx.x & (args.lanes - 1);
+  const int rows_per_block = kThreads / args.lanes;
+  const int vectors = a.value_dim / kVector;
+  for (int64_t first = int64_t(blockIdx.x) * rows_per_block; first < args.rows;
+       first += int64_t(gridDim.x) * rows_per_block) {
+    const int64_t number = first + threadIdx.x / args.lanes;
+    const bool valid = number < args.rows;  // every lane takes part in the shuffles
+    const Row row = locate_row<Index>(args, valid ? number : args.rows - 1);
+    const Vec* out =
+        reinterpret_cast<const Vec*>(static_cast<const T*>(a.out.data) + row_offset(a.out, row, a.heads_per_group));
+    const Vec* grad_out = reinterpret_cast<const Vec*>(static_cast<const T*>(a.grad_out.data) +
+                                                       row_offset(a.grad_out, row, a.heads_per_group));
+    float sum = 0.f;
+    for (int v = lane; v < vectors; v += args.lanes) {
+      const Vec x = out[v], y = grad_out[v];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(x.at[i]), to_float(y.at[i]), sum);
+    }
+    for (int distance = args.lanes / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+    if (valid && lane == 0) a.delta[(row.batch * a.heads + row.head) * a.queries + row.query] = sum;
+  }
+}
+
+bool in_vectors(const TensorView& view, int32_t value_dim, int count, int bytes) {
+  const int64_t odd = view.stride_b | view.stride_g | view.stride_h | view.stride_m | value_dim;
+  return odd % count == 0 && reinterpret_cast<uintptr_t>(view.data) % uintptr_t(count * bytes) == 0;
+}
+
+template <typename T, int kVector>
+Status launch(const DeltaArgs& a, CUstream_st* stream) {
+  DeltaKernelArgs args{a, a.batch * a.heads * a.queries, 1, a.grad_out.stride_m < a.grad_out.stride_h};
+  while (args.lanes < 32 && args.lanes * kVector < a.value_dim) args.lanes *= 2;
+  const unsigned blocks = blocks_for(args.rows, kThreads / args.lanes);
+  if (args.rows <= UINT32_MAX) {
+    delta_kernel<T, kVector, uint32_t><<<blocks, kThreads, 0, stream>>>(args);
+  } else {
+    delta_kernel<T, kVector, uint64_t><<<blocks, kThreads, 0, stream>>>(args);
+  }
+  return launched("reduce::delta", blocks);
+}
+
+template <typename T>
+Status launch_of(const DeltaArgs& a, CUstream_st* stream) {
+  constexpr int kVector = 16 / int(sizeof(T));
+  const bool vectors =
+      in_vectors(a.out, a.value_dim, kVector, sizeof(T)) && in_vectors(a.grad_out, a.value_dim, kVector, sizeof(T));
+  return vectors ? launch<T, kVector>(a, stream) : launch<T, 1>(a, stream);
+}
+
+}  // namespace
+
+Status launch_delta(const DeltaArgs& args, CUstream_st* stream) {
+  switch (args.dtype) {
+    case DType::kF16:
+      return launch_of<__half>(args, stream);
+    case DType::kBF16:
+      return launch_of<__nv_bfloat16>(args, stream);
+    case DType::kF32:
+      return launch_of<float>(args, stream);
+    default:
+      return {Code::kInvalid, "reduce::delta takes float16, bfloat16 and float32"};
+  }
+}
+
+}  // namespace reduce
+}  // namespace memeff

@@ -1,0 +1,40 @@
+// The small kernels around a backward row: delta before it, sums of partial gradients after it. Launched on `stream` of
+// the current device; never synchronise, never allocate. A host-only build answers with kUnsupported.
+#pragma once
+
+#include "params.h"
+#include "status.h"
+
+struct CUstream_st;  // what cudaStream_t points to
+
+namespace memeff {
+namespace reduce {
+
+struct DeltaArgs {
+  TensorView out, grad_out;   // [B, M, G, heads_per_group, Kv]
+  DType dtype = DType::kF16;  // of both
+  float* delta = nullptr;     // [B, H, M], contiguous
+  int64_t batch = 0;
+  int32_t queries = 0;
+  int32_t heads = 0;
+  int32_t heads_per_group = 1;
+  int32_t value_dim = 0;
+};
+
+// delta[b, h, m] = sum over columns of out * grad_out, in fp32.
+Status launch_delta(const DeltaArgs& args, CUstream_st* stream);
+
+struct SumArgs {
+  const float* partial = nullptr;  // [splits, stride_split], 16-byte aligned
+  void* out = nullptr;             // [numel], contiguous
+  DType dtype = DType::kF16;       // of out
+  int64_t numel = 0;
+  int64_t stride_split = 0;  // elements, a multiple of 4
+  int32_t splits = 1;
+};
+
+// out[i] = partial[0][i] + partial[1][i] + ..., in this order, rounded once.
+Status launch_sum_splits(const SumArgs& args, CUstream_st* stream);
+
+}  // namespace reduce
+}  // namespace memeff
