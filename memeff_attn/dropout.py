@@ -57,7 +57,8 @@ def dropout_rows(seed: Tensor, p: float, heads: Tensor, first: int, last: int, k
     heads: int64, b * H + h of each.
     """
     pairs = torch.arange(first // 2, (last + 1) // 2, device=seed.device)
-    groups = torch.arange(4 * ((keys + 15) // 16), device=seed.device)
+    blocks = (keys + 15) // 16
+    groups = torch.arange(4 * blocks, device=seed.device)
     offset = seed[1]
     counter = (
         groups,
@@ -67,7 +68,7 @@ def dropout_rows(seed: Tensor, p: float, heads: Tensor, first: int, last: int, k
     )
     key = seed[0] & _WORD, ((seed[0] >> 32) ^ (offset >> 32)) & _WORD
     words = torch.stack(philox(counter, key), -1)  # [..., pairs, groups, 4]
-    words = words.unflatten(-1, (2, 2)).unflatten(-3, (-1, 4))  # [..., pairs, n // 16, 4, 2, 2]
+    words = words.view(*words.shape[:-2], blocks, 4, 2, 2)
     numbers = torch.stack((words & (CELLS - 1), words >> 16), -1)
     kept = numbers >= threshold(p)  # [..., pairs, n // 16, (n % 8) // 2, m % 2, n % 16 // 8, n % 2]
     kept = kept.movedim(-2, -4).movedim(-2, -5)  # [..., pairs, m % 2, n // 16, n % 16]

@@ -1,7 +1,7 @@
-"""Attention as its definition, to compare with: `attention` in fp64 (the oracle), `eager` in the
-inputs' own dtype.
+"""Attention as its definition, to compare with: `attention` and `attention_backward` in fp64 (the
+oracle), `eager` in the inputs' own dtype.
 
-Both take what `memory_efficient_attention` takes (3-D, 4-D and 5-D inputs, fewer key heads, every
+All take what `memory_efficient_attention` takes (3-D, 4-D and 5-D inputs, fewer key heads, every
 mask and bias) and work block by block over the queries, so that the oracle is usable at M = 4096
 and beyond.
 """
@@ -22,6 +22,7 @@ from .attn_bias import (
     bias_of_rank,
     split_bias,
 )
+from .dropout import dropout_rows, keep_scale
 from .inputs import default_scale, lse_shape
 
 # Scores held at once: 4 MB in fp32. Measured on a CPU at M = N = 4096: smaller blocks pay for their
@@ -35,22 +36,59 @@ def attention(
     value: Tensor,
     attn_bias: Tensor | AttentionBias | None = None,
     scale: float | None = None,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V and its log-sum-exp, in fp64: the oracle of the whole
-    project.
+    """dropout(softmax(scale * Q K^T + bias)) V and its log-sum-exp, in fp64: the oracle of the
+    whole project.
 
     Shapes: as `memory_efficient_attention`; log-sum-exp [B, H, M] ([B, 1, M] for 3-D, [B, G, H, M]
         for 5-D inputs).
     Dtypes: any floating dtype, both results are float64.
-    Args: as `memory_efficient_attention`; the default scale is K ** -0.5.
+    Args: as `memory_efficient_attention`; the default scale is K ** -0.5. p > 0 needs seed, the
+        call's {seed, offset} (memeff_attn.dropout).
     Memory: O(M + N) and one block of scores.
-    Numerics: a query that sees no key gives 0 and -inf; a finite bias is a number, however
-        negative.
+    Numerics: the log-sum-exp knows no dropout; a query that sees no key gives 0 and -inf; a finite
+        bias is a number, however negative.
     Raises: ValueError where shapes disagree.
     Source: the contract in docs/design.md.
     """
     with torch.autocast(query.device.type, enabled=False):
-        return blockwise(query, key, value, attn_bias, scale, torch.float64)
+        return blockwise(query, key, value, attn_bias, scale, torch.float64, p=p, seed=seed)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    scale: float | None = None,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    compute: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of sum(grad_out * attention(...)) for query, key, value and bias, in fp64: the
+    oracle of the backward pass.
+
+    With D the kept weights' scale (0 where dropped) and dO = grad_out:
+    dV = (P * D)^T dO, dP = D * (dO V^T), dS = P * (dP - rowsum(P * dP)),
+    dQ = scale * dS K, dK = scale * dS^T Q, dBias = dS.
+
+    Shapes: those of the inputs. What one row serves in many places (shared key heads, a broadcast
+        bias) has the sum of its gradients.
+    Dtypes: any floating dtype; results, and every step, in `compute`. No gradient (None) for a bool
+        bias or a mask object.
+    Args: as `attention`.
+    Memory: the gradients and a few blocks of scores.
+    Numerics: a query that sees no key adds exactly 0 to every gradient, whatever its grad_out.
+    Raises: ValueError where shapes disagree.
+    Source: the contract in docs/design.md.
+    """
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        return backward_blockwise(
+            grad_out, query, key, value, attn_bias, scale, compute, p=p, seed=seed
+        )
 
 
 def eager(
@@ -162,7 +200,10 @@ def _visible(view: Views, causal: int, first: int, last: int) -> Tensor:
     return torch.arange(view.keys, device=view.query.device) <= rows[:, None]
 
 
-def _blocks(view: Views) -> Iterator[tuple[slice, slice, slice]]:
+_Place = tuple[slice, slice, slice]  # batch, group, rows
+
+
+def _blocks(view: Views) -> Iterator[_Place]:
     """Slices of (batch, group, rows) whose scores fit SCORES_PER_BLOCK (one row where none do)."""
     batch, groups, heads, rows, _ = view.query.shape
 
@@ -201,6 +242,53 @@ def _part(bias: Tensor, b: slice, g: slice, m: slice, n: slice) -> Tensor:
     ]
 
 
+class Block(NamedTuple):
+    """Scores of some rows with all keys that any of them sees."""
+
+    query: Tensor  # [b, g, R, m, K]
+    key: Tensor  # [b, g, 1 or R, n, K]
+    value: Tensor  # [b, g, 1 or R, n, Kv]
+    weights: Tensor  # [b, g, R, m, n], exp(score - shift)
+    shift: Tensor  # [b, g, R, m, 1], the largest score, 0 where that is infinite
+    total: Tensor  # [b, g, R, m, 1], the weights' sum, 0 where no key is visible
+
+
+def _block(
+    view: Views, scale: float, rule: int, compute: torch.dtype, b: slice, g: slice, m: slice
+) -> Block | None:
+    """None where no row of the block sees a key."""
+    # Keys from `some` on are hidden from some rows of the block, keys from `none` on from all.
+    some, none = _limits(view, rule, m)
+    if none == 0:
+        return None
+    q, k, v = view.query[b, g, :, m], view.key[b, g, :, :none], view.value[b, g, :, :none]
+    q, k, v = q.to(compute), k.to(compute), v.to(compute)
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
+    if view.bias is not None:
+        part = _part(view.bias, b, g, m, slice(none))
+        if part.dtype == torch.bool:
+            scores.masked_fill_(~part, -math.inf)
+        else:
+            scores += part.to(compute)
+    if some < none:
+        hidden = ~_visible(view, rule, m.start, m.stop)[:, some:none]
+        scores[..., some:none].masked_fill_(hidden, -math.inf)
+    largest = scores.amax(-1, keepdim=True)
+    shift = largest.masked_fill(largest.isinf(), 0.0)
+    weights = scores.sub_(shift).exp_()  # where no key is visible: exp(-inf) = 0
+    return Block(q, k, v, weights, shift, weights.sum(-1, keepdim=True))
+
+
+def _dropped(view: Views, p: float, seed: Tensor | None, keys: int, at: _Place) -> Tensor:
+    """[b, g, R, m, n], True where dropout drops a weight."""
+    if seed is None:
+        raise ValueError(f"p is {p}: dropout needs seed, see memeff_attn.dropout.new_seed")
+    b, g, m = at
+    batch, groups, heads = view.query.shape[:3]
+    every = torch.arange(batch * groups * heads, device=seed.device).view(batch, groups, heads)
+    return ~dropout_rows(seed, p, every[b, g], m.start, m.stop, keys)
+
+
 def blockwise(
     query: Tensor,
     key: Tensor,
@@ -210,6 +298,8 @@ def blockwise(
     compute: torch.dtype,
     out_dtype: torch.dtype | None = None,
     causal: int | None = None,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse): everything in `compute`, out rounded once to `out_dtype`; memory O(M + N) and one
     block of scores.
@@ -227,27 +317,93 @@ def blockwise(
     out_view = grouped(out, view.groups)
     lse_view = lse.view(view.query.shape[:4])
     for b, g, m in _blocks(view):
-        # Keys from `some` on are hidden from some rows of the block, keys from `none` on from all.
-        some, none = _limits(view, rule, m)
-        if none == 0:
+        block = _block(view, scale, rule, compute, b, g, m)
+        if block is None:
             continue
-        q, k, v = view.query[b, g, :, m], view.key[b, g, :, :none], view.value[b, g, :, :none]
-        scores = torch.matmul(q.to(compute), k.to(compute).transpose(-1, -2)).mul_(scale)
-        if view.bias is not None:
-            part = _part(view.bias, b, g, m, slice(none))
-            if part.dtype == torch.bool:
-                scores.masked_fill_(~part, -math.inf)
-            else:
-                scores += part.to(compute)
-        if some < none:
-            hidden = ~_visible(view, rule, m.start, m.stop)[:, some:none]
-            scores[..., some:none].masked_fill_(hidden, -math.inf)
-        largest = scores.amax(-1, keepdim=True)  # [b, g, R, m, 1]
-        dead = largest == -math.inf
-        shift = largest.masked_fill(largest.isinf(), 0.0)
-        weights = scores.sub_(shift).exp_()  # of a dead row: exp(-inf) = 0
-        total = weights.sum(-1, keepdim=True)
-        block = torch.matmul(weights, v.to(compute)) / total.masked_fill(dead, 1.0)
-        out_view[b, g, :, m] = block.masked_fill_(dead, 0.0).to(out.dtype)
-        lse_view[b, g, :, m] = (shift + total.log()).squeeze(-1)  # of a dead row: log 0
+        dead = block.total == 0
+        if p > 0:
+            dropped = _dropped(view, p, seed, block.key.shape[3], (b, g, m))
+            block.weights.masked_fill_(dropped, 0.0).mul_(keep_scale(p))
+        rows = torch.matmul(block.weights, block.value) / block.total.masked_fill(dead, 1.0)
+        out_view[b, g, :, m] = rows.masked_fill_(dead, 0.0).to(out.dtype)
+        # Where no key is visible: log 0.
+        lse_view[b, g, :, m] = (block.shift + block.total.log()).squeeze(-1)
     return out, lse
+
+
+def backward_blockwise(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None,
+    scale: float | None,
+    compute: torch.dtype,
+    causal: int | None = None,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients, contiguous, everything in `compute`; None for a bias that has none.
+
+    out, lse: of the forward pass, where it saw more keys than these (its sums go over all of them);
+    left out: those of these keys.
+    """
+    bias, rule = split_bias(attn_bias)
+    rule = rule if causal is None else causal
+    view = views_of(query, key, value, bias)
+    scale = default_scale(query) if scale is None else scale
+    grads = [x.new_zeros(x.shape, dtype=compute) for x in (query, key, value)]
+    grad_bias = None
+    if isinstance(attn_bias, Tensor) and attn_bias.dtype != torch.bool:
+        grad_bias = attn_bias.new_zeros(attn_bias.shape, dtype=compute)
+    to = views_of(grads[0], grads[1], grads[2], grad_bias)
+    outer = grouped(grad_out, view.groups)
+    inner = None if out is None else grouped(out, view.groups)
+    sums = None if lse is None else lse.view(view.query.shape[:4])
+    if 0 in view.query.shape[:4] or view.keys == 0:
+        return grads[0], grads[1], grads[2], grad_bias
+    for b, g, m in _blocks(view):
+        block = _block(view, scale, rule, compute, b, g, m)
+        if block is None:
+            continue
+        dead = block.total == 0
+        weights = block.weights.div_(block.total.masked_fill(dead, 1.0))
+        grad = outer[b, g, :, m].to(compute).masked_fill(dead, 0.0)
+        if sums is not None:
+            weights *= _share(block, sums[b, g, :, m, None].to(compute))
+        grad_weights = torch.matmul(grad, block.value.transpose(-1, -2))
+        kept = weights
+        if p > 0:
+            dropped = _dropped(view, p, seed, weights.shape[-1], (b, g, m))
+            grad_weights.masked_fill_(dropped, 0.0).mul_(keep_scale(p))
+            kept = weights.masked_fill(dropped, 0.0).mul_(keep_scale(p))
+        if inner is None:
+            delta = (weights * grad_weights).sum(-1, keepdim=True)
+        else:
+            delta = (grad * inner[b, g, :, m].to(compute)).sum(-1, keepdim=True)
+        _add_heads(to.value[b, g, :, : block.value.shape[3]], kept, grad)
+        grad_scores = grad_weights.sub_(delta).mul_(weights).masked_fill_(dead, 0.0)
+        if to.bias is not None:
+            part = _part(to.bias, b, g, m, slice(grad_scores.shape[-1]))
+            part += grad_scores.sum_to_size(part.shape)
+        grad_scores *= scale
+        to.query[b, g, :, m] = torch.matmul(grad_scores, block.key)
+        _add_heads(to.key[b, g, :, : block.key.shape[3]], grad_scores, block.query)
+    return grads[0], grads[1], grads[2], grad_bias
+
+
+def _share(block: Block, lse: Tensor) -> Tensor:
+    """exp(own log-sum-exp - the given one), at most 1: exactly 1 where they are the same number,
+    however large."""
+    own = block.shift + block.total.log()
+    return torch.where(own == lse, 0.0, own - lse).clamp_(max=0.0).exp_()
+
+
+def _add_heads(to: Tensor, weights: Tensor, rows: Tensor) -> None:
+    """to [b, g, 1 or R, n, D] += weights [b, g, R, m, n]^T rows [b, g, R, m, D], summed over the
+    heads that share a key head."""
+    if to.shape[2] == 1:
+        weights, rows = weights.flatten(2, 3).unsqueeze(2), rows.flatten(2, 3).unsqueeze(2)
+    to += torch.matmul(weights.transpose(-1, -2), rows)
