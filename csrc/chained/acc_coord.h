@@ -2,8 +2,10 @@
 //
 // Every layout is a product of row slots and column slots:
 //   element index(i, j)  is at  row(lane, i), column(lane, j),   i < kRows, j < kColumns
-// Column slots come in runs of kRun adjacent columns. rows_shared(mask): lanes l and l ^ mask hold the same rows.
-// Equal kRows and kRowMap: two accumulators give every lane the same rows.
+// Column slots 2j and 2j + 1 are adjacent columns, the first even. rows_shared(mask): lanes l and l ^ mask hold the
+// same rows. Equal kRows and kRowMap: two accumulators give every lane the same rows. kQuadCells: row slots 2i, 2i + 1
+// are 8 rows apart and column slots 4j .. 4j + 3 are columns c, c + 1, c + 8, c + 9 of a block of 16
+// (common/dropout.h).
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -25,9 +27,9 @@ struct AccCoord<cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, E
   static constexpr int kTilesN = Shape::kColumn / 8;
   static constexpr int kRows = 2 * kTilesM;
   static constexpr int kColumns = 2 * kTilesN;
-  static constexpr int kRun = 2;
   // Rows 8 apart keep their place in every operand layout of this architecture (the swizzles repeat after 8 rows).
   static constexpr bool kRowsRepeat = true;
+  static constexpr bool kQuadCells = true;
   static constexpr int kRowMap = 0;
 
   CUTLASS_DEVICE static int row(int lane, int i) { return i * 8 + (lane >> 2); }
@@ -46,8 +48,8 @@ struct AccCoord<cutlass::gemm::warp::MmaVoltaTensorOpAccumulatorTileIterator<Sha
   static constexpr int kTilesN = Shape::kColumn / 32;
   static constexpr int kRows = 4 * kTilesM;
   static constexpr int kColumns = 8 * kTilesN;
-  static constexpr int kRun = 2;
   static constexpr bool kRowsRepeat = false;
+  static constexpr bool kQuadCells = false;
   static constexpr int kRowMap = 0;
 
   // i = (super tile, half, pair): bits (.., 1, 0)
@@ -79,8 +81,8 @@ struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::O
   static constexpr int kBlockN = Policy::LaneMmaShape::kN;
   static constexpr int kRows = Iterations::kRow * kBlockM;
   static constexpr int kColumns = Iterations::kColumn * kBlockN;
-  static constexpr int kRun = kBlockN;
   static constexpr bool kRowsRepeat = false;
+  static constexpr bool kQuadCells = false;
 
   CUTLASS_DEVICE static cutlass::MatrixCoord lane_origin(int lane) {
     return Policy::get_lane_layout().inverse(lane) * cutlass::MatrixCoord(kBlockM, kBlockN);

@@ -11,8 +11,10 @@
 // product (any K, every architecture) starts its pipeline for block j+1 while P V(j) runs.
 #pragma once
 
+#include "chained/streamed_product.h"
 #include "chained/traits.h"
 #include "common/bias.h"
+#include "common/dropout.h"
 #include "common/tile_map.h"
 #include "common/visibility.h"
 
@@ -39,7 +41,6 @@ struct ForwardBlock {
   using Exponent = typename Traits::Exponent;
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr bool kFlush = Traits::kFlushKeys > 0;
-  static constexpr int kChunk = Traits::Arch::kQkChunk;
   using State = SoftmaxState<CoordS::kRows, kFlush>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kValueTile = Traits::kValueTile;
   static constexpr bool kInMemory = Traits::Output::kInMemory;
@@ -51,6 +52,8 @@ struct ForwardBlock {
   ForwardParams const& p;
   SharedStorage& smem;
   Visibility see;
+  TileCoord at;
+  typename Traits::DropoutState dropout;
   int thread, warp, lane;
   int warp_m, warp_n;  // this warp's place in the grid of warps
   int row0;            // first query of the tile
@@ -63,13 +66,17 @@ struct ForwardBlock {
   State state;
 
   CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_)
-      : args(args_), p(args_.p), smem(smem_), see(args_.p) {
+      : args(args_),
+        p(args_.p),
+        smem(smem_),
+        see(args_.p),
+        at(locate(args_.map, blockIdx.x)),
+        dropout(args_.p.dropout, at.batch * args_.p.heads + at.head) {
     thread = threadIdx.x;
     warp = cutlass::canonical_warp_idx_sync();
     lane = thread & 31;
     warp_m = warp % Traits::kWarpsM;
     warp_n = warp / Traits::kWarpsM;
-    const TileCoord at = locate(args.map, blockIdx.x);
     const int group = at.head / p.heads_per_group, member = at.head % p.heads_per_group;
     row0 = at.tile * kTileM;
     rows = p.queries - row0 < kTileM ? p.queries - row0 : kTileM;
@@ -88,7 +95,7 @@ struct ForwardBlock {
                              ? nullptr
                              : p.lse.data + head_offset(p.lse, at.batch, group, member) + row0;
     }
-    if (Traits::kBias) {
+    if (Traits::kBias && p.bias.data != nullptr) {
       const int64_t element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
       bias.data = static_cast<const char*>(p.bias.data) +
                   (head_offset(p.bias, at.batch, group, member) + offset(row0, p.bias.stride_m)) * element_bytes;
@@ -114,7 +121,7 @@ struct ForwardBlock {
 
   // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
   CUTLASS_DEVICE void finish_scores(FragmentS& s, int key0) const {
-    if constexpr (Traits::kBias) {
+    if (Traits::kBias && p.bias.data != nullptr) {
       add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, p.keys);
     } else if (args.premultiply != 1.f) {
       CUTLASS_PRAGMA_UNROLL
@@ -159,7 +166,7 @@ struct ForwardBlock {
   }
 
   // s -> weights, stored as the second product's operand A. alpha: factor for what was accumulated before.
-  CUTLASS_DEVICE void store_weights(FragmentS& s, float (&alpha)[CoordS::kRows]) {
+  CUTLASS_DEVICE void store_weights(FragmentS& s, float (&alpha)[CoordS::kRows], int key0) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
       if (kExchange) {
@@ -178,6 +185,11 @@ struct ForwardBlock {
         sum += x;
       }
       state.sum[i] += sum;
+    }
+    if constexpr (Traits::kDropout) {
+      each_cell<CoordS, false>(dropout, row0 + warp_row(), key0 + warp_column(), lane, [&](int i, int j, bool kept) {
+        if (!kept) s[CoordS::index(i, j)] = 0.f;
+      });
     }
     auto operand = smem.pv.operand_A_ref();
     Traits::ProbabilityStore::store(s, operand.data(), operand.layout(), warp_row(), warp_column(), lane);
@@ -226,6 +238,7 @@ struct ForwardBlock {
         for (int n = 0; n < Traits::kWarpsN; ++n) state.sum[i] += smem.scratch.row_part[n][row];
       }
       inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
+      if constexpr (Traits::kDropout) inverse[i] *= p.dropout.keep_scale;
       if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) {
         const float reference = Exponent::reference(state.max[i], args.exponent);
         lse[row] = state.sum[i] == 0.f ? negative_infinity()
@@ -306,7 +319,7 @@ struct ForwardBlock {
         keys.start(key + offset(key0 + kTileN, p.key.stride_m), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
         cutlass::arch::cp_async_fence();
       }
-      store_weights(s, alpha);
+      store_weights(s, alpha, key0);
       if (kExchange) {
         __syncthreads();  // P is there
       } else {
@@ -333,85 +346,35 @@ struct ForwardBlock {
     state.set_aside();
   }
 
-  // Columns of K from k0 on that one pass of the streamed product covers.
-  CUTLASS_DEVICE int pass_columns(int k0) const {
-    const int left = p.head_dim - k0;
-    return kChunk > 0 && left > kChunk ? kChunk : left;
-  }
-  CUTLASS_DEVICE auto query_source(int k0) const {
-    if constexpr (Traits::kLoadedStream) {
-      return TileSource<Element>{query + k0, p.query.stride_m, rows, pass_columns(k0)};
-    } else {
-      using Iterator = typename QkMma::IteratorA;
-      return Iterator(typename Iterator::Params(cutlass::layout::RowMajor(p.query.stride_m)),
-                      const_cast<Element*>(query) + k0, {rows, pass_columns(k0)}, thread, {0, 0});
-    }
-  }
-  CUTLASS_DEVICE auto key_source(int key0, int k0) const {
-    const int left = keys_end - key0;
-    Element const* from = key + offset(key0, p.key.stride_m) + k0;
-    if constexpr (Traits::kLoadedStream) {
-      return TileSource<Element>{from, p.key.stride_m, left, pass_columns(k0)};
-    } else {
-      using Iterator = typename QkMma::IteratorB;
-      return Iterator(typename Iterator::Params(cutlass::layout::ColumnMajor(p.key.stride_m)),
-                      const_cast<Element*>(from), {pass_columns(k0), left < kTileN ? left : kTileN}, thread, {0, 0});
-    }
-  }
-  template <typename SourceA, typename SourceB>
-  CUTLASS_DEVICE void start_scores(QkMma& qk, SourceA& a, SourceB& b, int k0) const {
-    if constexpr (Traits::kLoadedStream) {
-      qk.start(a, b);
-    } else {
-      qk.start(a, b, (pass_columns(k0) + Traits::kQkStep - 1) / Traits::kQkStep);
-    }
+  CUTLASS_DEVICE TileSource<Element> query_source() const { return {query, p.query.stride_m, rows, p.head_dim}; }
+  CUTLASS_DEVICE TileSource<Element> key_source(int key0) const {
+    return {key + offset(key0, p.key.stride_m), p.key.stride_m, keys_end - key0, p.head_dim};
   }
 
   CUTLASS_DEVICE void run_streamed(FragmentO& o) {
     if (keys_end <= 0) return;
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
-    QkMma qk(smem.qk, thread, warp, lane);
+    StreamedProduct<Traits> qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
-    auto a = query_source(0);
-    auto b = key_source(0, 0);
-    start_scores(qk, a, b, 0);
+    auto pass = qk.start(query_source(), key_source(0));
     for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
       if (kAsync && !kInMemory) {
         if (key0 > 0) __syncthreads();  // every warp is done with V(j-1)
         start_values(loader, key0, 0);
       }
       FragmentS s;
-      s.clear();
-      qk.finish(s, a, b);  // ends with all cp.async landed and a barrier where copies are asynchronous
-      if constexpr (kChunk > 0) {
-#pragma unroll 1
-        for (int k0 = kChunk; k0 < p.head_dim; k0 += kChunk) {
-          __syncthreads();  // the pass before has read its operands
-          a = query_source(k0);
-          b = key_source(key0, k0);
-          start_scores(qk, a, b, k0);
-          FragmentS part;
-          part.clear();
-          qk.finish(part, a, b);
-          CUTLASS_PRAGMA_UNROLL
-          for (int e = 0; e < FragmentS::kElements; ++e) s[e] += part[e];
-        }
-      }
+      qk.finish(s, pass, query_source(), key_source(key0));
       if (!kAsync && !kInMemory) start_values(loader, key0, 0);
       finish_scores(s, key0);
       float alpha[CoordS::kRows];
       find_maximum(s, alpha);
       if (kExchange) __syncthreads();  // maxima are published
-      store_weights(s, alpha);
+      store_weights(s, alpha, key0);
       if (!kInMemory) loader.finish();
       const bool last = key0 + kTileN >= keys_end;
       if constexpr (kInMemory) publish_factors(alpha, last);
       __syncthreads();  // P (and V where it passed through registers) is there; every warp is done with K(j)
-      if (!last) {
-        a = query_source(0);
-        b = key_source(key0 + kTileN, 0);
-        start_scores(qk, a, b, 0);
-      }
+      if (!last) pass = qk.start(query_source(), key_source(key0 + kTileN));
       if constexpr (kInMemory) {
         add_to_output(loader, pv, key0);
       } else {

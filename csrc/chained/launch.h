@@ -21,7 +21,7 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   ForwardArgs args;
   args.p = p;
   const bool folded = !Traits::kBias && p.scale > 0.f;
-  args.premultiply = Traits::kBias || folded ? 1.f : p.scale;
+  args.premultiply = folded ? 1.f : p.scale;
   args.exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
   const int element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
   args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, element_bytes);
@@ -31,6 +31,30 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   args.map = make_tile_map(p.batch, p.heads, p.queries, Traits::kTileM, p.value_dim, slab, bytes_per_head,
                            p.causal != Causal::kNone);
   return args;
+}
+
+// More than 48 KiB of shared memory must be asked for once on each device; bit d remembers device d.
+template <typename Traits, typename Kernel>
+Status allow_shared_memory(Kernel* kernel, std::string const& where) {
+  if (Traits::kSmemBytes <= 48 * 1024) return {};
+  static std::atomic<uint64_t> asked{0};
+  int device = 0;
+  MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
+  const uint64_t bit = uint64_t(1) << (device & 63);
+  if (!(asked.load(std::memory_order_relaxed) & bit) || device > 63) {
+    MEMEFF_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
+                      where);
+    asked.fetch_or(bit, std::memory_order_relaxed);
+  }
+  return {};
+}
+
+// The answer after a launch.
+inline Status launched(std::string const& where, uint32_t blocks, int threads, int smem_bytes) {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return {};
+  return {Code::kCuda, where + " <<<" + std::to_string(blocks) + " blocks, " + std::to_string(threads) + " threads, " +
+                           std::to_string(smem_bytes) + " bytes of shared memory>>>: " + cudaGetErrorString(error)};
 }
 
 // Launches on `stream` of the current device. Never synchronises, never allocates.
@@ -43,24 +67,9 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
             where + ": B * H * query tiles * value slabs exceeds the grid limit of 2^31 - 1 thread blocks"};
   }
   auto* kernel = &forward_kernel<Traits>;
-  // More than 48 KiB must be asked for once on each device; bit d remembers device d.
-  static std::atomic<uint64_t> asked{0};
-  int device = 0;
-  MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
-  const uint64_t bit = uint64_t(1) << (device & 63);
-  if (Traits::kSmemBytes > 48 * 1024 && (!(asked.load(std::memory_order_relaxed) & bit) || device > 63)) {
-    MEMEFF_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-                      where);
-    asked.fetch_or(bit, std::memory_order_relaxed);
-  }
+  if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
   kernel<<<args.map.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    return {Code::kCuda, where + " <<<" + std::to_string(args.map.blocks) + " blocks, " +
-                             std::to_string(Traits::kThreads) + " threads, " + std::to_string(Traits::kSmemBytes) +
-                             " bytes of shared memory>>>: " + cudaGetErrorString(error)};
-  }
-  return {};
+  return launched(where, args.map.blocks, Traits::kThreads, Traits::kSmemBytes);
 }
 
 }  // namespace chained

@@ -46,6 +46,13 @@ class ResidentMma
     this->warp_tile_iterator_B_.add_tile_offset({0, warp / WarpCount::kM});
   }
 
+  // Operands that do not lie side by side.
+  CUTLASS_DEVICE ResidentMma(typename Base::TensorRefA a, typename Base::TensorRefB b, int thread, int warp, int lane)
+      : ResidentMma(*reinterpret_cast<typename Base::SharedStorage*>(a.data()), thread, warp, lane) {
+    this->warp_tile_iterator_B_ = typename Operator::IteratorB(b, lane);
+    this->warp_tile_iterator_B_.add_tile_offset({0, warp / WarpCount::kM});
+  }
+
   // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of kGroupK must
   // be finite (zero-filled); those beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {

@@ -15,6 +15,7 @@
 #include "chained/resident_mma.h"
 #include "chained/streamed_mma.h"
 #include "chained/tile_loader.h"
+#include "common/dropout.h"
 #include "common/softmax.h"
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor.h"
 #include "cutlass/gemm/threadblock/default_mma.h"
@@ -60,17 +61,28 @@ struct CompensatedQk : StreamedQk<2> {
 // Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
 // itself, a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
 struct OutputInRegisters {
-  static constexpr bool kInMemory = false;
+  static constexpr bool kInMemory = false, kForward = true;
+  static constexpr int kScores = 1, kOutputs = 1;  // accumulators that live together during the first product
 };
-struct OutputInMemory {
+struct OutputInMemory : OutputInRegisters {
   static constexpr bool kInMemory = true;
+};
+// Backward pass (backward_traits.h): so many score tiles (S, dP) and output tiles at once.
+template <int kScores_, int kOutputs_>
+struct GradientOutput {
+  static constexpr bool kInMemory = false, kForward = false;
+  static constexpr int kScores = kScores_, kOutputs = kOutputs_;
 };
 
 struct NoBias {
-  static constexpr bool kBias = false;
+  static constexpr bool kBias = false, kDropout = false;
 };
 struct TensorBias {
-  static constexpr bool kBias = true;
+  static constexpr bool kBias = true, kDropout = false;
+};
+// Dropout, with or without a bias (decided at run time).
+struct FullBias {
+  static constexpr bool kBias = true, kDropout = true;
 };
 
 // The stock main loop of the streamed first product. DefaultMma composes it from the arch; SIMT with a 16-bit input
@@ -112,7 +124,8 @@ struct ForwardTraits {
   using Output = Output_;
   static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kValueTile = Tile_::kValue;
   static constexpr int kAlignment = kAlignment_;
-  static constexpr bool kBias = Bias_::kBias;
+  static constexpr bool kBias = Bias_::kBias, kDropout = Bias_::kDropout;
+  using DropoutState = std::conditional_t<kDropout, DropoutHead, NoDropoutHead>;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;  // caps the registers so that this many fit
   static constexpr int kWarpsM = kTileM / Warp_::kM;
   static constexpr int kWarpsN = kTileN / Warp_::kQkN;  // > 1: a row's scores are spread over several warps
@@ -131,7 +144,8 @@ struct ForwardTraits {
 
   // Accumulators of S and O live together during the first product; what is left of 255 registers decides whether its
   // fragments can be loaded a step ahead.
-  static constexpr int kAccumulators = (Warp_::kM * (Warp_::kQkN + Warp_::kPvN)) / 32;
+  static constexpr int kAccumulators =
+      (Warp_::kM * (Output::kScores * Warp_::kQkN + Output::kOutputs * Warp_::kPvN)) / 32;
   static constexpr int kQkAhead = kAccumulators < 160 && !Arch::kSplitFp32 ? 1 : 0;
   static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
 
@@ -213,7 +227,7 @@ struct ForwardTraits {
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
   // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
   // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
-  static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident ? 1024 : 0;
+  static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident && Output::kForward ? 1024 : 0;
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;

@@ -1,0 +1,223 @@
+// The kernels that write dQ (queries own the block's rows) and dK, dV (keys own them). Resident, one step, time down:
+//
+//   copies (cp.async)              tensor cores                     other units
+//   B1, B2 of step j+1 in flight | S = A1 B1^T, dP = A2 B2^T     |
+//   (kBuffers = 2)               |                               |  P = exp(S - lse), dS = P (dP - delta) -> shared
+//   memory
+//                                | second += P B2, first += dS B1|  lse, delta of step j+1
+//
+// with two barriers a step (three with one buffer: the copies of j+1 then start after the last product of j, and other
+// blocks of the SM cover them). Streamed kernels run S and dP through the pipeline one after the other and start S of
+// step j+1 before the output product of step j.
+#pragma once
+
+#include "chained/backward_tile.h"
+
+namespace memeff {
+namespace chained {
+
+template <typename Traits>
+struct BackwardBlock : BackwardTile<Traits> {
+  using Tile = BackwardTile<Traits>;
+  using typename Tile::Element;
+  using typename Tile::FragmentS;
+  using typename Tile::OutMma;
+  using typename Tile::Side;
+  using FragmentO = typename OutMma::FragmentC;
+  using Tile::args;
+  using Tile::f;
+  using Tile::kOwnerKeys;
+  using Tile::kTileM;
+  using Tile::kTileN;
+  using Tile::lane;
+  using Tile::p;
+  using Tile::see;
+  using Tile::smem;
+  using Tile::thread;
+  using Tile::warp;
+  static constexpr bool kAsync = Traits::Arch::kAsync;
+
+  Head owner_head;  // of the owner rows; where keys own, the first of the query heads that share them
+  Side owner;
+  int split, column0;   // part of the loop, first output column
+  int first_tile;       // loop tiles before it see nothing of the owner
+  int per_head;         // loop tiles of one head
+  int step, last_step;  // this block's part of the loop
+
+  CUTLASS_DEVICE BackwardBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_) : Tile(args_, smem_) {
+    uint32_t rest = blockIdx.x;
+    split = rest % args.splits, rest /= args.splits;
+    column0 = rest % args.slabs * Traits::kValueTile, rest /= args.slabs;
+    uint32_t tile = rest % args.owner_tiles;
+    rest /= args.owner_tiles;
+    if (!kOwnerKeys) tile = args.owner_tiles - 1 - tile;  // causal: the longest rows first
+    const uint32_t heads_per_owner = kOwnerKeys ? p.heads_per_kv : 1;
+    owner_head = Head::of(rest / args.owner_heads, rest % args.owner_heads * heads_per_owner, f);
+    const int row0 = tile * kTileM;
+    owner = kOwnerKeys ? this->key_side(owner_head, row0, kTileM) : this->query_side(owner_head, row0, kTileM);
+    int end = args.loop_tiles;
+    first_tile = 0;
+    if (kOwnerKeys) {  // queries before the first that sees key row0 are no concern
+      const int64_t first_query = see.causal ? int64_t(row0) - see.diagonal : 0;
+      first_tile = first_query <= 0 ? 0 : first_query >= f.queries ? end : int(first_query) / kTileN;
+    } else {
+      const int keys = see.limit(row0 + owner.rows - 1);
+      end = keys <= 0 ? 0 : (keys + kTileN - 1) / kTileN;
+    }
+    per_head = end - first_tile;
+    const int64_t steps = int64_t(per_head) * heads_per_owner;
+    step = int(steps * split / args.splits);
+    last_step = int(steps * (split + 1) / args.splits);
+  }
+
+  CUTLASS_DEVICE Head head_of(int at) const {
+    return kOwnerKeys ? Head::of(owner_head.batch, owner_head.head + at / per_head, f) : owner_head;
+  }
+  CUTLASS_DEVICE Side loop_side(int at, Head const& head) const {
+    const int row0 = (first_tile + at % per_head) * kTileN;
+    return kOwnerKeys ? this->query_side(head, row0, kTileN) : this->key_side(head, row0, kTileN);
+  }
+  // Where keys own, the statistics follow the loop.
+  CUTLASS_DEVICE void next_statistics(int at) const {
+    if (!kOwnerKeys || at >= last_step) return;
+    const Head head = head_of(at);
+    this->load_statistics(head, (first_tile + at % per_head) * kTileN);
+  }
+
+  CUTLASS_DEVICE void load_step(int at, int buffer) const {
+    if (at < last_step) this->load_loop(loop_side(at, head_of(at)), buffer);
+    cutlass::arch::cp_async_fence();
+  }
+
+  CUTLASS_DEVICE void run_resident(FragmentO& first, FragmentO& second) {
+    static_assert(kAsync, "resident operands are copied by cp.async");
+    this->load_owner(owner);
+    load_step(step, 0);
+    if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
+    next_statistics(step);
+    int buffer = 0;
+    for (int at = step; at < last_step; ++at) {
+      cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // operands and statistics are there; every warp is done with the other buffer, P and dS
+      if (Traits::kBuffers == 2) load_step(at + 1, buffer ^ 1);
+      const Head head = head_of(at);
+      const Side loop = loop_side(at, head);
+      FragmentS s, dp;
+      this->multiply_resident(s, dp, buffer);
+      if constexpr (!Traits::kSharedB) {
+        __syncthreads();  // every warp has read the operands
+        this->reload_loop(loop, buffer);
+        cutlass::arch::cp_async_fence();
+      }
+      this->weigh(s, dp, head, owner, loop);
+      if constexpr (Traits::kSecond) this->store(s, Tile::out_a(smem.operands.p));
+      if constexpr (Traits::kFirst) this->store(dp, Tile::out_a(smem.operands.ds));
+      if constexpr (!Traits::kSharedB) cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // P and dS are there
+      next_statistics(at + 1);
+      if constexpr (Traits::kSecond) {
+        const OutMma product(Tile::out_a(smem.operands.p), Tile::out_b(smem.operands.loop[buffer].second), thread, warp,
+                             lane);
+        product(second, loop.rows);
+      }
+      if constexpr (Traits::kFirst) {
+        const OutMma product(Tile::out_a(smem.operands.ds), Tile::out_b(smem.operands.loop[buffer].first), thread, warp,
+                             lane);
+        product(first, loop.rows);
+      }
+      if (Traits::kBuffers == 1) {
+        __syncthreads();  // every warp is done with the operands
+        load_step(at + 1, 0);
+      } else {
+        buffer ^= 1;
+      }
+    }
+    cutlass::arch::cp_async_wait<0>();
+  }
+
+  CUTLASS_DEVICE void run_streamed(FragmentO& out) {
+    if (step >= last_step) return;
+    StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane);
+    typename Traits::ValueLoader loader(smem.operands.out.operand_B_ref(), thread);
+    const OutMma multiply(smem.operands.out, thread, warp, lane);
+    if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
+    next_statistics(step);
+    auto pass = product.start(owner.first, loop_side(step, head_of(step)).first);
+    for (int at = step; at < last_step; ++at) {
+      const Head head = head_of(at);
+      const Side loop = loop_side(at, head);
+      FragmentS s, dp;
+      dp.clear();
+      this->multiply_streamed(s, dp, product, pass, owner, loop);
+      const auto& slab = Traits::kFirst ? loop.first : loop.second;
+      loader.start(slab.data + column0, slab.row_stride, loop.rows, slab.columns - column0);
+      if (kAsync) cutlass::arch::cp_async_fence();
+      this->weigh(s, dp, head, owner, loop);
+      this->store(Traits::kFirst ? dp : s, smem.operands.out.operand_A_ref());
+      loader.finish();
+      if (kAsync) cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // P or dS and the slab are there; the statistics are used
+      next_statistics(at + 1);
+      if (at + 1 < last_step) pass = product.start(owner.first, loop_side(at + 1, head_of(at + 1)).first);
+      multiply(out, loop.rows);
+    }
+  }
+
+  // Rows of `view` for the owner's tile, columns from column0 on; splits write fp32 partial sums.
+  CUTLASS_DEVICE void store_gradient(FragmentO const& out, GradView const& view, int width, float const* scale) {
+    if (view.data == nullptr) return;  // not wanted
+    const int64_t at = head_offset(view, owner_head.batch, owner_head.group, owner_head.member) +
+                       offset(owner.row0, view.stride_m) + column0;
+    if (view.splits > 1) {
+      store_partial(out, static_cast<float*>(view.data) + offset(split, view.stride_split) + at, view.stride_m,
+                    width - column0, scale[0]);
+      return;
+    }
+    const cutlass::layout::RowMajor layout(view.stride_m);
+    typename Traits::OutputIterator::Params to(layout);
+    typename Traits::OutputIterator destination(to, static_cast<Element*>(view.data) + at,
+                                                cutlass::MatrixCoord(owner.rows, width - column0), thread);
+    typename Traits::Visitor visitor(destination, typename Traits::Source(), scale);
+    typename Traits::Epilogue epilogue(smem.last, thread, warp, lane);
+    epilogue(visitor, out);
+  }
+
+  CUTLASS_DEVICE void store_partial(FragmentO const& out, float* data, int64_t stride, int columns, float scale) const {
+    using Coord = typename Traits::CoordO;
+    constexpr int kWarpColumns = OutMma::Operator::Shape::kN;
+    const int warp_column = warp / Traits::kWarpsM * kWarpColumns;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      const int row = this->warp_row + Coord::row(lane, i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Coord::kColumns; ++j) {
+        const int column = warp_column + Coord::column(lane, j);
+        if (row < owner.rows && column < columns) data[offset(row, stride) + column] = out[Coord::index(i, j)] * scale;
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void run() {
+    FragmentO first, second;
+    first.clear();
+    second.clear();
+    for (int i = thread; i < kTileM; i += Traits::kThreads) {
+      smem.scale[0][i] = f.scale;
+      smem.scale[1][i] = f.dropout.keep_scale;
+    }
+    if constexpr (Traits::kResident) {
+      run_resident(first, second);
+    } else {
+      run_streamed(Traits::kFirst ? first : second);
+    }
+    __syncthreads();  // scales are there; the epilogues' storage overlaps the operands
+    if constexpr (Traits::kFirst) {
+      store_gradient(first, kOwnerKeys ? p.grad_key : p.grad_query, f.head_dim, smem.scale[0]);
+    }
+    if constexpr (Traits::kFirst && Traits::kSecond) __syncthreads();  // one epilogue's storage serves both
+    if constexpr (Traits::kSecond) store_gradient(second, p.grad_value, f.value_dim, smem.scale[1]);
+  }
+};
+
+}  // namespace chained
+}  // namespace memeff

@@ -1,0 +1,127 @@
+// Host side of the chained family's backward kernels: one row of the variant list, several kernels.
+#pragma once
+
+#include <atomic>
+#include <string>
+
+#include "chained/backward.h"
+#include "chained/backward_bias.h"
+#include "chained/launch.h"
+#include "status.h"
+
+namespace memeff {
+namespace chained {
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
+    backward_kernel(__grid_constant__ const BackwardArgs args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
+  if constexpr (Traits::kWhat == Gradient::kBias) {
+    BackwardBiasBlock<Traits>(args, smem).run();
+  } else {
+    BackwardBlock<Traits>(args, smem).run();
+  }
+}
+
+// kBuffers: of the resident kernels. kQueryBlocks, kKeyBlocks: blocks an SM that the registers must allow.
+template <typename Arch, typename Tile, typename Warp, typename Qk, int kAlignment, typename Bias, int kQueryBlocks,
+          int kKeyBlocks, int kBuffers>
+struct BackwardRow {
+  template <Gradient kWhat, int kBlocks>
+  using Kernel = BackwardTraits<Arch, Tile, Warp, Qk, kAlignment, Bias, kBlocks, kBuffers, kWhat>;
+  using Query = Kernel<Gradient::kQuery, kQueryBlocks>;
+  using KeyValue = Kernel<Qk::kResident ? Gradient::kKeyValue : Gradient::kKey, kKeyBlocks>;  // or the key's alone
+  using Value = Kernel<Gradient::kValue, kQueryBlocks>;
+  using BiasGradient = Kernel<Gradient::kBias, 1>;
+
+  static constexpr bool kResident = Qk::kResident, kFull = Bias::kBias;
+  static constexpr int max(int a, int b) { return a > b ? a : b; }
+  static constexpr int kSmemBytes = max(max(Query::kSmemBytes, KeyValue::kSmemBytes),
+                                        max(kResident ? 0 : Value::kSmemBytes, kFull ? BiasGradient::kSmemBytes : 0));
+  static constexpr int kTileM = Query::kTileM, kTileN = Query::kTileN, kValueTile = Query::kValueTile;
+  static constexpr int kThreads = Query::kThreads;
+};
+
+inline int64_t tiles_of(int64_t rows, int tile) { return (rows + tile - 1) / tile; }
+
+// Launches on `stream` of the current device. Never synchronises, never allocates.
+template <typename Traits>
+Status launch_gradient(BackwardParams const& p, int64_t blocks, BackwardArgs& args, cudaStream_t stream,
+                       std::string const& where) {
+  if (blocks > INT32_MAX) {
+    return {Code::kUnsupported, where + ": the gradient has more tiles than a grid may have blocks (2^31 - 1)"};
+  }
+  args.blocks = uint32_t(blocks);
+  auto* kernel = &backward_kernel<Traits>;
+  if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
+  kernel<<<args.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
+  return launched(where, args.blocks, Traits::kThreads, Traits::kSmemBytes);
+}
+
+// dQ, or dK and dV: `width` output columns.
+template <typename Traits>
+Status launch_side(BackwardParams const& p, BackwardArgs args, int64_t width, int splits, cudaStream_t stream,
+                   std::string const& where) {
+  ForwardParams const& f = p.forward;
+  constexpr bool kKeys = Traits::kOwnerKeys;
+  args.owner_heads = uint32_t(kKeys ? f.heads / p.heads_per_kv : f.heads);
+  args.owner_tiles = uint32_t(tiles_of(kKeys ? f.keys : f.queries, Traits::kTileM));
+  args.loop_tiles = uint32_t(tiles_of(kKeys ? f.queries : f.keys, Traits::kTileN));
+  args.slabs = uint32_t(Traits::kResident ? 1 : tiles_of(width, Traits::kValueTile));
+  args.splits = uint32_t(splits);
+  const int64_t blocks = f.batch * args.owner_heads * args.owner_tiles * args.slabs * splits;
+  return launch_gradient<Traits>(p, blocks, args, stream, where);
+}
+
+template <typename Traits>
+Status launch_bias(BackwardParams const& p, BackwardArgs args, cudaStream_t stream, std::string const& where) {
+  ForwardParams const& f = p.forward;
+  GradBiasView const& bias = p.grad_bias;
+  args.owner_tiles = uint32_t(tiles_of(f.queries, Traits::kTileM));
+  args.loop_tiles = uint32_t(tiles_of(f.keys, Traits::kTileN));
+  args.splits = uint32_t(bias.splits);
+  const int64_t blocks = (bias.sum_b ? 1 : f.batch) * (bias.sum_g ? 1 : f.heads / f.heads_per_group) *
+                         (bias.sum_h ? 1 : f.heads_per_group) * (bias.sum_m ? 1 : args.owner_tiles) *
+                         (bias.sum_n ? 1 : args.loop_tiles) * bias.splits;
+  return launch_gradient<Traits>(p, blocks, args, stream, where);
+}
+
+// Row: a BackwardRow. Starts the kernels of the gradients that are wanted.
+template <typename Row>
+Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char* name) {
+  ForwardParams const& f = p.forward;
+  BackwardArgs args{};
+  args.p = p;
+  args.exponent = float(double(f.scale) * 1.4426950408889634);
+  const int element_bytes = f.bias.dtype == DType::kBool ? 1 : f.bias.dtype == DType::kF32 ? 4 : 2;
+  args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, element_bytes);
+  const std::string where = name;
+  const bool key = p.grad_key.data != nullptr, value = p.grad_value.data != nullptr;
+  Status status;
+  if (p.grad_query.data != nullptr) {
+    status = launch_side<typename Row::Query>(p, args, f.head_dim, p.grad_query.splits, stream, where + " (dQ)");
+  }
+  if constexpr (Row::kResident) {
+    if (status.ok() && (key || value)) {
+      status = launch_side<typename Row::KeyValue>(p, args, 0, key ? p.grad_key.splits : p.grad_value.splits, stream,
+                                                   where + " (dK, dV)");
+    }
+  } else {
+    if (status.ok() && key) {
+      status = launch_side<typename Row::KeyValue>(p, args, f.head_dim, p.grad_key.splits, stream, where + " (dK)");
+    }
+    if (status.ok() && value) {
+      status = launch_side<typename Row::Value>(p, args, f.value_dim, p.grad_value.splits, stream, where + " (dV)");
+    }
+  }
+  if constexpr (Row::kFull) {
+    if (status.ok() && p.grad_bias.data != nullptr) {
+      status = launch_bias<typename Row::BiasGradient>(p, args, stream, where + " (dBias)");
+    }
+  }
+  return status;
+}
+
+}  // namespace chained
+}  // namespace memeff

@@ -1,0 +1,242 @@
+// What every backward kernel does with one pair of tiles: S and dP, then P and dS (backward_traits.h has the roles).
+#pragma once
+
+#include "chained/backward_traits.h"
+#include "chained/streamed_product.h"
+#include "common/bias.h"
+#include "common/dropout.h"
+#include "common/visibility.h"
+
+namespace memeff {
+namespace chained {
+
+struct BackwardArgs {
+  BackwardParams p;
+  uint32_t blocks;       // size of the grid
+  uint32_t owner_heads;  // query heads, or key heads where keys own
+  uint32_t owner_tiles, loop_tiles;
+  uint32_t slabs;   // column slabs of the output
+  uint32_t splits;  // parts of the loop
+  float exponent;   // scale * log2(e)
+  bool bias_pairs;
+};
+
+// A batch entry and a query head.
+struct Head {
+  uint32_t batch, head;
+  uint32_t group, member;  // head = group * heads_per_group + member
+
+  CUTLASS_DEVICE static Head of(uint32_t batch, uint32_t head, ForwardParams const& f) {
+    return {batch, head, head / f.heads_per_group, head % f.heads_per_group};
+  }
+};
+
+template <typename Traits>
+struct BackwardTile {
+  using Element = typename Traits::Element;
+  using Coord = typename Traits::CoordS;
+  using FragmentS = typename Traits::FragmentS;
+  using QkMma = typename Traits::QkMma;
+  using OutMma = typename Traits::OutMma;
+  using Source = TileSource<Element>;
+  static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN;
+  static constexpr bool kOwnerKeys = Traits::kOwnerKeys;
+
+  // Rows row0 .. row0 + rows of one side: both of its operands.
+  struct Side {
+    Source first, second;
+    int row0, rows;
+  };
+
+  BackwardArgs const& args;
+  BackwardParams const& p;
+  ForwardParams const& f;
+  typename Traits::SharedStorage& smem;
+  Visibility see;
+  int thread, warp, lane;
+  int warp_row, warp_column;  // this warp's place in the tile of scores
+
+  CUTLASS_DEVICE BackwardTile(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
+      : args(args_), p(args_.p), f(args_.p.forward), smem(smem_), see(args_.p.forward) {
+    thread = threadIdx.x;
+    warp = cutlass::canonical_warp_idx_sync();
+    lane = thread & 31;
+    warp_row = warp % Traits::kWarpsM * (kTileM / Traits::kWarpsM);
+    warp_column = warp / Traits::kWarpsM * (kTileN / Traits::kWarpsN);
+  }
+
+  CUTLASS_DEVICE Side query_side(Head const& at, int row0, int tile) const {
+    const int left = f.queries - row0, rows = left < tile ? left : tile;
+    return {source(f.query, at, row0, rows, f.head_dim), source(p.grad_out, at, row0, rows, f.value_dim), row0, rows};
+  }
+  CUTLASS_DEVICE Side key_side(Head const& at, int row0, int tile) const {
+    const int left = f.keys - row0, rows = left < tile ? left : tile;
+    return {source(f.key, at, row0, rows, f.head_dim), source(f.value, at, row0, rows, f.value_dim), row0, rows};
+  }
+  CUTLASS_DEVICE static Source source(TensorView const& view, Head const& at, int row0, int rows, int columns) {
+    return {static_cast<Element const*>(view.data) + head_offset(view, at.batch, at.group, at.member) +
+                offset(row0, view.stride_m),
+            view.stride_m, rows, columns};
+  }
+
+  // lse and delta of kStatRows queries from row0 on. Barriers before and after are the caller's.
+  CUTLASS_DEVICE void load_statistics(Head const& at, int row0) const {
+    for (int i = thread; i < Traits::kStatRows; i += Traits::kThreads) {
+      const int row = row0 + i;
+      float lse = -negative_infinity(), delta = 0.f;
+      if (row < f.queries) {
+        const float natural = f.lse.data[head_offset(f.lse, at.batch, at.group, at.member) + row];
+        if (natural != negative_infinity()) {
+          lse = Traits::kNatural ? natural : natural * kLog2e;
+          delta = p.delta[offset(offset(at.batch, f.heads) + at.head, f.queries) + row];
+        }
+      }
+      smem.lse[i] = lse;
+      smem.delta[i] = delta;
+    }
+  }
+
+  // --- products ---
+
+  // P or dS, as operand A of an output product.
+  template <typename Ref>
+  CUTLASS_DEVICE void store(FragmentS const& x, Ref operand) const {
+    Traits::ProbabilityStore::store(x, operand.data(), operand.layout(), warp_row, warp_column, lane);
+  }
+
+  CUTLASS_DEVICE static auto score_a(decltype(Traits::QkStorage::operand_A)& buffer) {
+    return typename QkMma::Base::TensorRefA{buffer.data(), Traits::QkStorage::LayoutA()};
+  }
+  CUTLASS_DEVICE static auto score_b(decltype(Traits::QkStorage::operand_B)& buffer) {
+    return typename QkMma::Base::TensorRefB{buffer.data(), Traits::QkStorage::LayoutB()};
+  }
+  CUTLASS_DEVICE static auto out_a(decltype(Traits::OutStorage::operand_A)& buffer) {
+    return typename OutMma::Base::TensorRefA{buffer.data(), Traits::OutStorage::LayoutA()};
+  }
+  // The same bytes as score_b's, read as B of an output product.
+  CUTLASS_DEVICE static auto out_b(decltype(Traits::QkStorage::operand_B)& buffer) {
+    return typename OutMma::Base::TensorRefB{buffer.data(), Traits::OutStorage::LayoutB()};
+  }
+
+  // Resident: starts the copies of one side's operands.
+  CUTLASS_DEVICE void load_owner(Side const& side) const {
+    typename Traits::QueryLoader first(score_a(smem.operands.first), thread);
+    typename Traits::QueryLoader second(score_a(smem.operands.second), thread);
+    first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
+    second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
+  }
+  CUTLASS_DEVICE void load_loop(Side const& side, int buffer) const {
+    auto& pair = smem.operands.loop[buffer];
+    typename Traits::KeyLoader first(score_b(pair.first), thread);
+    typename Traits::KeyLoader second(score_b(pair.second), thread);
+    first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
+    second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
+  }
+  // Where the layouts differ: the loop's operands again, as B of the output products.
+  CUTLASS_DEVICE void reload_loop(Side const& side, int buffer) const {
+    auto& pair = smem.operands.loop[buffer];
+    if constexpr (Traits::kFirst) {
+      typename Traits::ValueLoader first(out_b(pair.first), thread);
+      first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
+    }
+    if constexpr (Traits::kSecond) {
+      typename Traits::ValueLoader second(out_b(pair.second), thread);
+      second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
+    }
+  }
+  CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer) const {
+    auto& pair = smem.operands.loop[buffer];
+    const QkMma scores(score_a(smem.operands.first), score_b(pair.first), thread, warp, lane);
+    const QkMma products(score_a(smem.operands.second), score_b(pair.second), thread, warp, lane);
+    s.clear();
+    scores(s, f.head_dim);
+    dp.clear();
+    if constexpr (Traits::kNeedsDp) products(dp, f.value_dim);
+  }
+
+  // Streamed: `pass` is the started first product; ends behind a barrier after which the pipeline may be refilled.
+  template <typename Product, typename Pass>
+  CUTLASS_DEVICE void multiply_streamed(FragmentS& s, FragmentS& dp, Product& product, Pass& pass, Side const& owner,
+                                        Side const& loop) const {
+    product.finish(s, pass, owner.first, loop.first);
+    __syncthreads();
+    if constexpr (Traits::kNeedsDp) {
+      pass = product.start(owner.second, loop.second);
+      product.finish(dp, pass, owner.second, loop.second);
+      __syncthreads();
+    }
+  }
+
+  // --- S -> P, dP -> dS ---
+
+  CUTLASS_DEVICE float weight(float s, float lse) const {
+    float t = !Traits::kNatural ? __fmaf_rn(s, args.exponent, -lse)
+              : Traits::kBias   ? s - lse
+                                : __fmaf_rn(s, f.scale, -lse);
+    t = t > 0.f ? 0.f : t;  // P <= 1 whatever S rounds to (docs/decisions.md); NaN stays
+    return ptx::exp2_approx(Traits::kNatural ? t * kLog2e : t);
+  }
+
+  CUTLASS_DEVICE void add_bias_to(FragmentS& s, Head const& at, Side const& owner, Side const& loop) const {
+    if (f.bias.data == nullptr) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= f.scale;
+      return;
+    }
+    const int64_t element_bytes = f.bias.dtype == DType::kBool ? 1 : f.bias.dtype == DType::kF32 ? 4 : 2;
+    const int64_t owner_stride = kOwnerKeys ? f.bias.stride_n : f.bias.stride_m;
+    BiasTile bias;
+    bias.data = static_cast<const char*>(f.bias.data) +
+                (head_offset(f.bias, at.batch, at.group, at.member) + offset(owner.row0, owner_stride)) * element_bytes;
+    bias.stride_m = owner_stride;
+    bias.stride_n = kOwnerKeys ? f.bias.stride_m : f.bias.stride_n;
+    bias.dtype = f.bias.dtype;
+    bias.pairs = !kOwnerKeys && args.bias_pairs;
+    add_bias<Element, Coord>(s, bias, f.scale, warp_row, loop.row0 + warp_column, lane, owner.rows,
+                             kOwnerKeys ? f.queries : f.keys);
+  }
+
+  // Does every row of the owner see every row of the loop?
+  CUTLASS_DEVICE bool all_visible(Side const& owner, Side const& loop) const {
+    const int first_query = kOwnerKeys ? loop.row0 : owner.row0;
+    const int last_key = kOwnerKeys ? owner.row0 + kTileM : loop.row0 + kTileN;
+    return last_key <= see.limit(first_query);
+  }
+
+  // s: raw products -> P, with dropped weights 0 where P is wanted; dp -> dS.
+  CUTLASS_DEVICE void weigh(FragmentS& s, FragmentS& dp, Head const& at, Side const& owner, Side const& loop) const {
+    if constexpr (Traits::kBias) add_bias_to(s, at, owner, loop);
+    const bool masked = !all_visible(owner, loop);
+    const auto element = [&](int i, int j, bool kept) {
+      const int row = warp_row + Coord::row(lane, i), column = warp_column + Coord::column(lane, j);
+      const int statistic = kOwnerKeys ? column : row;
+      float& x = s[Coord::index(i, j)];
+      float& y = dp[Coord::index(i, j)];
+      float w = weight(x, smem.lse[statistic]);
+      if constexpr (Traits::kDropout) y = kept ? y * f.dropout.keep_scale : 0.f;
+      float ds = w * (y - smem.delta[statistic]);
+      if (masked) {
+        const int query = kOwnerKeys ? loop.row0 + column : owner.row0 + row;
+        const int key = kOwnerKeys ? owner.row0 + row : loop.row0 + column;
+        if (key >= see.limit(query)) w = ds = 0.f;
+      }
+      x = Traits::kDropout && !kept ? 0.f : w;
+      y = ds;
+    };
+    if constexpr (Traits::kDropout) {
+      if (f.dropout.seed != nullptr) {
+        const DropoutHead dropout(f.dropout, at.batch * f.heads + at.head);
+        each_cell<Coord, kOwnerKeys>(dropout, owner.row0 + warp_row, loop.row0 + warp_column, lane, element);
+        return;
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Coord::kColumns; ++j) element(i, j, true);
+    }
+  }
+};
+
+}  // namespace chained
+}  // namespace memeff

@@ -1,0 +1,108 @@
+// One traits type per backward kernel. A thread block owns a tile of rows of one side and loops over tiles of the
+// other:
+//
+//                 owner rows   loop rows   A1     A2      B1     B2      first output     second output
+//   kQuery        queries      keys        Q      dO      K      V       dQ = dS K
+//   kKeyValue     keys         queries     K      V       Q      dO      dK = dS^T Q      dV = P^T dO
+//   kKey, kValue  the same, one output each
+//   kBias         a tile of the bias       Q      dO      K      V       dBias = dS, summed over broadcast dimensions
+//
+//   S = A1 B1^T (transposed where keys own), dP = A2 B2^T, P = exp(S - lse), dS = P * (dP - delta),
+//   first += dS B1, second += P B2
+//
+// So one kernel serves all: P and dS always leave the accumulators as operand A of the next product (OperandStore), on
+// Volta, tensor cores and SIMT alike, and every gradient is summed in registers by the one block that owns it: no
+// atomics, no locks, no workspace, the same bits on every run.
+//
+// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers  [ dS ][ P ]  [ lse, delta ]
+//              streamed (any K, Kv):       [ pipeline of S and dP ]  [ dS or P | slab of B1 or B2 ]  [ lse, delta ]
+#pragma once
+
+#include "chained/traits.h"
+
+namespace memeff {
+namespace chained {
+
+enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias };
+
+template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, int kAlignment_, typename Bias_, int kBlocks_,
+          int kBuffers_, Gradient kWhat_>
+struct BackwardTraits
+    : ForwardTraits<Arch_, Tile_, Warp_, Qk_,
+                    GradientOutput<kWhat_ == Gradient::kValue ? 1 : 2,
+                                   kWhat_ == Gradient::kKeyValue || kWhat_ == Gradient::kBias ? 2 : 1>,
+                    kAlignment_, Bias_, kBlocks_> {
+  using Chain = ForwardTraits<Arch_, Tile_, Warp_, Qk_,
+                              GradientOutput<kWhat_ == Gradient::kValue ? 1 : 2,
+                                             kWhat_ == Gradient::kKeyValue || kWhat_ == Gradient::kBias ? 2 : 1>,
+                              kAlignment_, Bias_, kBlocks_>;
+  using Element = typename Chain::Element;
+  using QkMma = typename Chain::QkMma;
+  using OutMma = typename Chain::PvMma;
+
+  static constexpr Gradient kWhat = kWhat_;
+  static constexpr bool kOwnerKeys =
+      kWhat == Gradient::kKeyValue || kWhat == Gradient::kKey || kWhat == Gradient::kValue;
+  static constexpr bool kFirst = kWhat == Gradient::kQuery || kWhat == Gradient::kKeyValue || kWhat == Gradient::kKey;
+  static constexpr bool kSecond = kWhat == Gradient::kKeyValue || kWhat == Gradient::kValue;
+  static constexpr bool kNeedsDp = kWhat != Gradient::kValue;
+  static constexpr bool kResident = Qk_::kResident;
+  static constexpr int kBuffers = kResident ? kBuffers_ : 1;
+  static_assert(!(kFirst && kSecond) || kResident, "streamed kernels write one gradient each");
+  static_assert(!kResident || Chain::kValueTile == Qk_::kMaxK, "resident operands serve both kinds of products");
+
+  // 16-bit tensor-core layouts of a tile as B of the score products and as B of the output products are the same
+  // function (checked below), so one copy serves both; others are loaded again, in the other layout.
+  static constexpr bool kSharedB = kResident && sizeof(Element) == 2;
+
+  // fp32 and calls with a bias take the exponent in natural units: (x - lse) * log2(e) rounds relative to the result.
+  static constexpr bool kNatural = Chain::kBias || std::is_same<Element, float>::value;
+
+  using QkStorage = typename QkMma::Base::SharedStorage;
+  using OutStorage = typename OutMma::Base::SharedStorage;
+
+  template <typename Mma, typename = void>
+  struct ResidentOperands {};
+  template <typename Mma>
+  struct ResidentOperands<Mma, std::enable_if_t<kResident && sizeof(Mma) != 0>> {
+    using Storage = typename Mma::Base::SharedStorage;
+    struct Pair {
+      decltype(Storage::operand_B) first, second;
+    };
+    decltype(Storage::operand_A) first, second;
+    Pair loop[kBuffers];
+  };
+  struct Empty {};
+  struct FirstOperand {
+    decltype(OutStorage::operand_A) ds;
+  };
+  struct SecondOperand {
+    decltype(OutStorage::operand_A) p;
+  };
+  struct ResidentStorage : ResidentOperands<QkMma>,
+                           std::conditional_t<kFirst, FirstOperand, Empty>,
+                           std::conditional_t<kSecond, SecondOperand, Empty> {};
+  struct StreamedStorage {
+    QkStorage qk;
+    std::conditional_t<kWhat == Gradient::kBias, Empty, OutStorage> out;
+  };
+  using Operands = std::conditional_t<kResident, ResidentStorage, StreamedStorage>;
+  struct BiasSum {  // kBias: the tile on its way to sums over rows or columns
+    float tile[Chain::kTileM][Chain::kTileN + 1];
+  };
+  static constexpr int kStatRows = kOwnerKeys ? Chain::kTileN : Chain::kTileM;
+  struct SharedStorage {
+    union {
+      Operands operands;
+      std::conditional_t<kWhat == Gradient::kBias, BiasSum, typename Chain::Epilogue::SharedStorage> last;
+    };
+    float lse[kStatRows];           // +inf for a query that sees nothing or is none
+    float delta[kStatRows];         // 0 for those
+    float scale[2][Chain::kTileM];  // of the outputs, for their epilogues
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");
+};
+
+}  // namespace chained
+}  // namespace memeff

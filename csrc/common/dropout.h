@@ -1,0 +1,114 @@
+// Which weights dropout keeps: a pure function of (seed, offset, batch entry, query head, query, key), the same for
+// every tile shape, kernel and architecture, and in memeff_attn/dropout.py.
+//
+// One Philox4x32-10 call (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) serves eight cells:
+//
+//             key c   c+1         c+8  c+9      c in {0, 2, 4, 6} of a block of 16 keys
+//   query 2i   [ word 0: lo, hi ] [ word 1 ]
+//   query 2i+1 [ word 2         ] [ word 3 ]
+//
+// so that a tensor-core fragment (a row's column pairs, 8 apart) and its transpose each use half of every call.
+//   counter = (key / 16 * 4 + key % 8 / 2, query / 2, b * H + h, offset low)   key = (seed low, seed high ^ offset
+//   high)
+// A weight is kept when its 16 bits are not below the threshold.
+#pragma once
+
+#include "cutlass/cutlass.h"
+#include "params.h"
+
+namespace memeff {
+
+CUTLASS_DEVICE uint4 philox4x32_10(uint4 counter, uint2 key) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t high0 = __umulhi(0xD2511F53u, counter.x), low0 = 0xD2511F53u * counter.x;
+    const uint32_t high1 = __umulhi(0xCD9E8D57u, counter.z), low1 = 0xCD9E8D57u * counter.z;
+    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
+    key.x += 0x9E3779B9u;
+    key.y += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// The generator of one (batch entry, query head).
+struct DropoutHead {
+  uint2 key;
+  uint32_t offset_low;
+  uint32_t batch_head;
+  uint32_t threshold;
+
+  CUTLASS_DEVICE DropoutHead(Dropout const& dropout, uint32_t batch_head_)
+      : batch_head(batch_head_), threshold(uint32_t(dropout.threshold)) {
+    const uint64_t seed = uint64_t(dropout.seed[0]), offset = uint64_t(dropout.seed[1]);
+    key = make_uint2(uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32));
+    offset_low = uint32_t(offset);
+  }
+
+  // The eight cells that hold (query, column).
+  CUTLASS_DEVICE uint4 cells(int query, int column) const {
+    const uint32_t group = uint32_t(column / 16) * 4 + uint32_t(column % 8) / 2;
+    return philox4x32_10(make_uint4(group, uint32_t(query) / 2, batch_head, offset_low), key);
+  }
+  CUTLASS_DEVICE bool keeps(uint32_t word, int column) const {
+    return (column & 1 ? word >> 16 : word & 0xffffu) >= threshold;
+  }
+  CUTLASS_DEVICE static uint32_t word(uint4 const& cells, int query, int column) {
+    const uint32_t low = column & 8 ? cells.y : cells.x, high = column & 8 ? cells.w : cells.z;
+    return query & 1 ? high : low;
+  }
+};
+
+struct NoDropoutHead {
+  CUTLASS_DEVICE NoDropoutHead(Dropout const&, uint32_t) {}
+};
+
+// Calls f(i, j, kept) for every accumulator of a lane. Coord: AccCoord of the scores. kTransposed: rows are keys,
+// columns are queries. row0, column0: the warp tile's first row and column within their sequences.
+template <typename Coord, bool kTransposed, typename F>
+CUTLASS_DEVICE void each_cell(DropoutHead const& head, int row0, int column0, int lane, F f) {
+  if constexpr (Coord::kQuadCells && !kTransposed) {  // columns c, c+1, c+8, c+9 of one row
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      const int query = row0 + Coord::row(lane, i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Coord::kColumns; j += 4) {
+        const uint4 cells = head.cells(query, column0 + Coord::column(lane, j));
+        const uint32_t near = query & 1 ? cells.z : cells.x, far = query & 1 ? cells.w : cells.y;
+        f(i, j, head.keeps(near, 0));
+        f(i, j + 1, head.keeps(near, 1));
+        f(i, j + 2, head.keeps(far, 0));
+        f(i, j + 3, head.keeps(far, 1));
+      }
+    }
+  } else if constexpr (Coord::kQuadCells) {  // keys c, c+8 of two queries
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; i += 2) {
+      const int column = row0 + Coord::row(lane, i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Coord::kColumns; j += 2) {
+        const uint4 cells = head.cells(column0 + Coord::column(lane, j), column);
+        f(i, j, head.keeps(cells.x, column));
+        f(i + 1, j, head.keeps(cells.y, column));
+        f(i, j + 1, head.keeps(cells.z, column));
+        f(i + 1, j + 1, head.keeps(cells.w, column));
+      }
+    }
+  } else {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Coord::kColumns; j += 2) {  // a pair of columns never crosses cells
+        const int row = row0 + Coord::row(lane, i), column = column0 + Coord::column(lane, j);
+        const int query = kTransposed ? column : row, key = kTransposed ? row : column;
+        const uint4 cells = head.cells(query, key);
+        CUTLASS_PRAGMA_UNROLL
+        for (int odd = 0; odd < 2; ++odd) {
+          const int q = kTransposed ? query + odd : query, k = kTransposed ? key : key + odd;
+          f(i, j + odd, head.keeps(DropoutHead::word(cells, q, k), k));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace memeff
