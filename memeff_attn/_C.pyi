@@ -32,7 +32,8 @@ class DeviceInfo(TypedDict):
     sm_count: int
     name: str
 
-# (address, dtype, shape, strides in elements); dtype: 0 float16, 1 bfloat16, 2 float32, 3 bool, 4 int64
+# (address, dtype, shape, strides in elements); dtype: 0 float16, 1 bfloat16, 2 float32, 3 bool,
+# 4 int64
 Scalars = tuple[int, int, list[int] | tuple[int, ...], list[int] | tuple[int, ...]]
 
 source_hash: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,12 @@ SMS = [70, 75, 80, 86, 89, 90, 100, 120]
 DTYPES = ["f16", "bf16", "f32"]
 ROWS: list[dict[str, Any]] = _C.variants()
 BY_NAME = {row["name"]: row for row in ROWS}
+FORWARD = [row for row in ROWS if row["kind"] == "fwd"]
+CALLS = [  # what decides between plain and full rows
+    {"pass": kind, "has_bias": bias, "dropout": dropout}
+    for kind, bias, dropout in itertools.product(("fwd", "bwd"), (False, True), (False, True))
+    if any(row["kind"] == kind and row["dropout"] >= dropout for row in ROWS)
+]
 FAMILIES = {(row["arch"], row["dtype"]) for row in ROWS}
 
 pytestmark = pytest.mark.skipif(not ROWS, reason="the variant list is empty")
@@ -52,8 +59,9 @@ def request_for(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
         Kv=row["max_kv"] or 1024,
         alignment=row["alignment"],
         has_bias=row["bias"],
+        dropout=row["dropout"],
         variant=row["name"],
-        **fields,
+        **{"pass": row["kind"], **fields},
     )
 
 
@@ -63,11 +71,12 @@ def names(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_variants_are_the_list_in_its_order() -> None:
     listed = kernels_py().load_rows()
+    default = {"kind": "fwd", "dropout": False}
     assert names(ROWS) == names([{"name": row.name} for row in listed])
     for row, told in zip(listed, ROWS, strict=True):
         for field, value in told.items():
             if field not in ("built", "built_archs"):
-                assert getattr(row, field) == value, (row.name, field)
+                assert getattr(row, field, default.get(field)) == value, (row.name, field)
 
 
 def test_built_rows_have_archs_and_others_have_none() -> None:
@@ -91,9 +100,14 @@ def test_a_forced_row_beyond_its_limits_says_why(name: str) -> None:
     other = next(d for d in DTYPES if d != row["dtype"])
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"dtype": other}, f"takes {row['dtype']}, not {other}"),
-        ({"has_bias": not row["bias"]}, "bias"),
+        ({"pass": "bwd" if row["kind"] == "fwd" else "fwd"}, "pass"),
         ({"smem_optin": 1}, "shared memory"),
     ]
+    if row["bias"] and row["dropout"]:
+        wrong.append(({"has_bias": False, "dropout": False}, "is for"))
+    else:
+        wrong.append(({"has_bias": not row["bias"]}, "bias"))
+        wrong.append(({"dropout": not row["dropout"]}, "dropout"))
     if row["max_k"]:
         wrong.append(({"K": row["max_k"] + 1}, f"takes K up to {row['max_k']}, K is"))
     if row["max_kv"]:
@@ -120,18 +134,37 @@ def test_an_unknown_name_is_said_to_be_unknown() -> None:
     assert 'no kernel variant is named "chained_sm99_f16_k64"' in _C.explain(asked)
 
 
+def serves(row: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Bias and dropout alone: full rows are for every call that plain ones do not take."""
+    bias, dropout = asked["has_bias"], asked["dropout"]
+    if row["kind"] != asked["pass"]:
+        return False
+    if row["bias"] and row["dropout"]:
+        return dropout if row["kind"] == "fwd" else bias or dropout
+    return bool(row["bias"] == bias and row["dropout"] == dropout)
+
+
+@pytest.mark.parametrize("name", names(ROWS))
+def test_bias_and_dropout_pick_plain_or_full_rows(name: str) -> None:
+    row = BY_NAME[name]
+    for kind, bias, dropout in itertools.product(("fwd", "bwd"), (False, True), (False, True)):
+        asked = {**request_for(row), "pass": kind, "has_bias": bias, "dropout": dropout}
+        assert (_C.select(asked) == name) == serves(row, asked)
+        if row["kind"] == kind and not serves(row, asked):
+            assert re.search("bias|dropout", _C.explain(asked).split("forced ")[1])
+
+
 @pytest.mark.parametrize("sm", SMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice_fits_and_is_the_first_that_does(sm: int, dtype: str) -> None:
     sizes = [1, 8, 63, 64, 65, 128, 256, 384, 512, 513, 1024, 2048]
-    for k, kv, alignment, bias in itertools.product(sizes, sizes, (1, 2, 4, 8), (False, True)):
-        name = _C.select(
-            request(sm=sm, dtype=dtype, K=k, Kv=kv, alignment=alignment, has_bias=bias)
-        )
+    for k, kv, alignment, call in itertools.product(sizes, sizes, (1, 2, 4, 8), CALLS):
+        asked = request(sm=sm, dtype=dtype, K=k, Kv=kv, alignment=alignment, **call)
+        name = _C.select(asked)
         if not name:
             continue
         row = BY_NAME[name]
-        assert row["dtype"] == dtype and row["bias"] == bias and row["math"] == "ieee"
+        assert row["dtype"] == dtype and serves(row, asked) and row["math"] == "ieee"
         assert row["min_sm"] <= sm <= row["max_sm"]
         assert row["max_k"] in (0, max(k, row["max_k"])) and row["max_kv"] in (
             0,
@@ -145,7 +178,7 @@ def test_the_choice_fits_and_is_the_first_that_does(sm: int, dtype: str) -> None
 def test_every_size_alignment_and_bias_has_a_kernel(sm: int, dtype: str) -> None:
     """The contract: any K and Kv, any alignment, any dtype, on every GPU from sm_70 on."""
     none = [
-        (k, kv, alignment, bias)
+        (k, kv, alignment, call)
         for k, kv in [
             (1, 1),
             (7, 9),
@@ -157,10 +190,8 @@ def test_every_size_alignment_and_bias_has_a_kernel(sm: int, dtype: str) -> None
             (64, 2050),
         ]
         for alignment in (1, 2, 4, 8)
-        for bias in (False, True)
-        if not _C.select(
-            request(sm=sm, dtype=dtype, K=k, Kv=kv, alignment=alignment, has_bias=bias)
-        )
+        for call in CALLS
+        if not _C.select(request(sm=sm, dtype=dtype, K=k, Kv=kv, alignment=alignment, **call))
     ]
     assert none == []
 
@@ -184,6 +215,19 @@ def test_bf16_before_sm80_says_what_it_costs(sm: int) -> None:
     assert f"is for sm_80 and newer, the GPU is sm_{sm}" in text
 
 
+def test_backward_requests_are_told_as_such() -> None:
+    fields = {"pass": "bwd", "has_bias": True, "bias_grad": True, "dropout": True}
+    text = _C.explain(request(dtype="bf16", **fields))
+    line = text.splitlines()[0]
+    assert line.startswith("backward, bf16, B 2, ")
+    assert "with bias and its gradient, with dropout, on sm_80" in line
+    assert f"is for the forward pass: {FORWARD[0]['name']}, " in text
+    text = _C.explain(request(sm=61, **fields))
+    assert "chosen: none; no backward kernel takes f16 on sm_61" in text
+    if any(row["kind"] == "bwd" for row in ROWS):
+        assert "is for the backward pass: " in _C.explain(request())
+
+
 def test_an_old_gpu_has_no_kernel_and_says_so() -> None:
     text = _C.explain(request(sm=61, dtype="bf16"))
     assert "chosen: none; no kernel takes bf16 on sm_61" in text
@@ -201,6 +245,8 @@ def test_a_request_refuses_unknown_fields_and_dtypes() -> None:
         _C.select(request(heads=3))
     with pytest.raises(ValueError, match="f64"):
         _C.select(request(dtype="f64"))
+    with pytest.raises(ValueError, match="backward"):
+        _C.select(request(**{"pass": "backward"}))
 
 
 def test_without_its_code_a_gpu_is_told_the_arch_to_build() -> None:
@@ -222,16 +268,20 @@ def call(
 ) -> Any:
     if out is None:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-    tensors = (q, k, v, bias, out, lse)
-    rest = (1.0, kw.get("causal", 0), False, kw.get("variant", ""), 0)
+    tensors = (q, k, v, bias, out, lse, kw.get("seed"))
+    rest = (1.0, kw.get("p", 0.0), kw.get("causal", 0), False, kw.get("variant", ""), 0)
     answer = _C.forward(*tensors, *rest)
-    codes = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.bool: 3}
-    scalars = [
-        None if t is None else (t.data_ptr(), codes.get(t.dtype, -1), tuple(t.shape), t.stride())
-        for t in tensors
-    ]
-    assert _C.forward_scalars(*scalars, *rest, -1) == answer
+    assert _C.forward_scalars(*map(scalars, tensors), *rest, -1) == answer
     return answer
+
+
+CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.bool: 3, torch.int64: 4}
+
+
+def scalars(t: torch.Tensor | None) -> Any:
+    if t is None:
+        return None
+    return t.data_ptr(), CODES.get(t.dtype, -1), tuple(t.shape), t.stride()
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -251,6 +301,7 @@ exchange = pytest.mark.skipif(
     reason=f"torch {torch.__version__} has no DLPack C exchange API",
 )
 ZEROS = torch.zeros
+SEED = ZEROS(2).long()
 GROUPED = ((2, 5, 4, 64), (2, 7, 2, 64), (2, 7, 2, 8))
 ONE_KV_HEAD = ((2, 5, 4, 64), (2, 7, 1, 64), (2, 7, 1, 8))
 GROUPS = ((2, 5, 3, 2, 8), (2, 7, 3, 2, 8), (2, 7, 3, 2, 8))
@@ -268,6 +319,9 @@ GROUPS = ((2, 5, 3, 2, 8), (2, 7, 3, 2, 8), (2, 7, 3, 2, 8))
         {**qkv(*GROUPS), "k": half(2, 7, 3, 1, 8).expand(2, 7, 3, 2, 8)},
         small(bias=ZEROS(2, 5, 7).bool(), causal=2),
         small(q=half(2, 5, 8).requires_grad_()),
+        small(seed=SEED, p=0.1),
+        small(seed=SEED, p=1.0),
+        small(seed=SEED, p=1e-9),
     ],
 )
 def test_valid_inputs_pass_every_check_but_that_of_the_device(arguments: dict[str, Any]) -> None:
@@ -297,6 +351,14 @@ def test_valid_inputs_pass_every_check_but_that_of_the_device(arguments: dict[st
         (small(lse=half(2, 1, 5)), "lse is not float32"),
         (small(out=half(2, 5, 9)), "out has shape"),
         (small(causal=3), "causal is 3"),
+        (small(p=0.1), "seed is missing"),
+        (small(seed=SEED), "p is 0"),
+        (small(seed=SEED, p=1.5), "p is 1.5"),
+        (small(seed=SEED, p=float("nan")), "p is nan"),
+        (small(seed=SEED.int(), p=0.1), "seed is not int64"),
+        (small(seed=SEED[:1], p=0.1), "seed has shape [1], expected [2]"),
+        (small(seed=ZEROS(4).long()[::2], p=0.1), "seed [2] is not contiguous"),
+        (small(q=ZEROS(2, 5, 8).long()), "float16, bfloat16 or float32"),
     ],
 )
 def test_invalid_inputs_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -306,7 +368,7 @@ def test_invalid_inputs_are_named(arguments: dict[str, Any], message: str) -> No
 
 def test_an_object_that_is_no_tensor_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="__dlpack_c_exchange_api__"):
-        _C.forward(1, 2, 3, None, 4, None, 1.0, 0, False, "", 0)
+        _C.forward(1, 2, 3, None, 4, None, None, 1.0, 0.0, 0, False, "", 0)
 
 
 def test_the_module_loads_without_torch_and_without_a_cuda_driver() -> None:
