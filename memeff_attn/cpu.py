@@ -1,19 +1,21 @@
 """Attention on the CPU: PyTorch's own flash kernel where it applies, blockwise PyTorch where it
 does not.
 
-`route` decides and says why; `forward` is the CPU implementation of the operator.
+`route` and `backward_route` decide and say why; `forward` and `backward` are the CPU
+implementations of the operators.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .attn_bias import CAUSAL_BOTTOM_RIGHT, CAUSAL_NONE, CAUSAL_TOP_LEFT
 from .inputs import lse_shape
-from .reference import SCORES_PER_BLOCK, blockwise
+from .reference import SCORES_PER_BLOCK, backward_blockwise, blockwise
 
 
 def effective_causal(query: Tensor, key: Tensor, causal: int) -> int:
@@ -33,8 +35,11 @@ def route(
     attn_bias: Tensor | None,
     scale: float,
     causal: int,
+    p: float = 0.0,
 ) -> tuple[str, str]:
     """("flash" or "blockwise", why)."""
+    if p != 0.0:
+        return "blockwise", "PyTorch's flash kernel for the CPU has no dropout"
     if query.shape[-1] != value.shape[-1]:
         return (
             "blockwise",
@@ -70,6 +75,31 @@ def route(
     return "flash", "PyTorch's flash kernel takes these inputs"
 
 
+# Beyond this the last bit of lse shows in exp(score - lse): 5e-4 and more.
+_LARGEST_LSE = 2.0**12
+
+
+def backward_route(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    p: float = 0.0,
+    bias_grad: bool = False,
+) -> tuple[str, str]:
+    """("flash" or "blockwise", why), as far as the forward's log-sum-exp does not decide."""
+    path, why = route(query, key, value, attn_bias, scale, causal, p)
+    if path != "flash":
+        return path, why
+    if bias_grad:
+        return "blockwise", "PyTorch's flash kernel has no gradient of the bias"
+    if key.shape[2:-1] != query.shape[2:-1]:
+        return "blockwise", "PyTorch's flash kernel rounds before it sums over shared heads"
+    return path, why
+
+
 def _below_infinity(bias: Tensor) -> bool:
     if bias.dtype == torch.bool or bias.numel() == 0:
         return True
@@ -77,13 +107,53 @@ def _below_infinity(bias: Tensor) -> bool:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, scale: float, causal: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of validated inputs; out contiguous in the query's layout, lse contiguous fp32."""
-    path, _ = route(query, key, value, attn_bias, scale, causal)
+    path, _ = route(query, key, value, attn_bias, scale, causal, p)
     if path == "flash":
         return _flash(query, key, value, attn_bias, scale, effective_causal(query, key, causal))
-    return blockwise(query, key, value, attn_bias, scale, torch.float32, query.dtype, causal)
+    dtypes = torch.float32, query.dtype
+    return blockwise(query, key, value, attn_bias, scale, *dtypes, causal, p, seed)
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: int,
+    needs: Sequence[bool],
+    p: float = 0.0,
+    seed: Tensor | None = None,
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and bias, where needed: contiguous, of their input's dtype,
+    summed in fp32 and rounded once."""
+    settings = scale, causal, p, needs[3]
+    path, _ = backward_route(query, key, value, attn_bias, *settings)
+    if path == "flash" and bool(lse.abs().amax() < _LARGEST_LSE):  # NaN and inf compare false
+        rule = effective_causal(query, key, causal)
+        found = _flash_backward(grad_out, query, key, value, attn_bias, out, lse, scale, rule)
+        return [x if n else None for x, n in zip((*found, None), needs, strict=True)]
+    inputs = query, key, value, attn_bias
+    grads = backward_blockwise(
+        grad_out, *inputs, scale, torch.float32, causal, p, seed, out, lse, needs
+    )
+    return [
+        None if grad is None or x is None else grad.to(x.dtype)
+        for grad, x in zip(grads, inputs, strict=True)
+    ]
 
 
 def _bhmk(x: Tensor, heads: int) -> Tensor:
@@ -143,3 +213,28 @@ def _mend_empty_rows(lse: Tensor, bias: Tensor, causal: int) -> None:
             hidden |= columns > m[:, None]
         dead = hidden.all(1)
         lse[b[dead], h[dead], m[dead]] = -math.inf
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: int,
+) -> list[Tensor]:
+    heads = math.prod(query.shape[2:-1])
+    g, q, k, v, o = (_bhmk(x, heads) for x in (grad_out, query, key, value, out))
+    bias = None if attn_bias is None else _bias_bhmn(attn_bias, query)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = kernel(
+        g, q, k, v, o, lse.view(q.shape[:3]), 0.0, causal == CAUSAL_TOP_LEFT,
+        attn_mask=bias, scale=scale,
+    )  # fmt: skip
+    return [
+        grad.transpose(1, 2).reshape(-1).view(x.shape)
+        for grad, x in zip(grads, (query, key, value), strict=True)
+    ]

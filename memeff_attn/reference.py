@@ -9,7 +9,7 @@ and beyond.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,9 +86,12 @@ def attention_backward(
     Source: the contract in docs/design.md.
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return backward_blockwise(
+        grads = backward_blockwise(
             grad_out, query, key, value, attn_bias, scale, compute, p=p, seed=seed
         )
+    grad_query, grad_key, grad_value, grad_bias = grads
+    assert grad_query is not None and grad_key is not None and grad_value is not None
+    return grad_query, grad_key, grad_value, grad_bias
 
 
 def eager(
@@ -323,7 +326,7 @@ def blockwise(
         dead = block.total == 0
         if p > 0:
             dropped = _dropped(view, p, seed, block.key.shape[3], (b, g, m))
-            block.weights.masked_fill_(dropped, 0.0).mul_(keep_scale(p))
+            _drop(block.weights, dropped, p)
         rows = torch.matmul(block.weights, block.value) / block.total.masked_fill(dead, 1.0)
         out_view[b, g, :, m] = rows.masked_fill_(dead, 0.0).to(out.dtype)
         # Where no key is visible: log 0.
@@ -344,8 +347,10 @@ def backward_blockwise(
     seed: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients, contiguous, everything in `compute`; None for a bias that has none.
+    needs: Sequence[bool] = (True, True, True, True),
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and bias, contiguous, everything in `compute`; None for what
+    is not needed and for a bias that has none.
 
     out, lse: of the forward pass, where it saw more keys than these (its sums go over all of them);
     left out: those of these keys.
@@ -354,44 +359,62 @@ def backward_blockwise(
     rule = rule if causal is None else causal
     view = views_of(query, key, value, bias)
     scale = default_scale(query) if scale is None else scale
-    grads = [x.new_zeros(x.shape, dtype=compute) for x in (query, key, value)]
-    grad_bias = None
-    if isinstance(attn_bias, Tensor) and attn_bias.dtype != torch.bool:
-        grad_bias = attn_bias.new_zeros(attn_bias.shape, dtype=compute)
-    to = views_of(grads[0], grads[1], grads[2], grad_bias)
+    of_q, of_k, of_v, of_bias = needs
+    of_bias = of_bias and bias is not None and bias.dtype != torch.bool
+
+    def zeros(x: Tensor, needed: bool) -> Tensor:  # not needed: of the shape, without the memory
+        return x.new_zeros(x.shape if needed else (), dtype=compute).expand(x.shape)
+
+    into = [zeros(x, n) for x, n in ((query, of_q), (key, of_k), (value, of_v))]
+    into_bias = None if bias is None else zeros(bias, of_bias)
+    grads = [
+        x if n else None
+        for x, n in zip((*into, into_bias), (of_q, of_k, of_v, of_bias), strict=True)
+    ]
+    if 0 in view.query.shape[:4] or view.keys == 0:
+        return grads
+    to = views_of(into[0], into[1], into[2], into_bias)
     outer = grouped(grad_out, view.groups)
     inner = None if out is None else grouped(out, view.groups)
-    sums = None if lse is None else lse.view(view.query.shape[:4])
-    if 0 in view.query.shape[:4] or view.keys == 0:
-        return grads[0], grads[1], grads[2], grad_bias
+    sums = None if lse is None else lse.view(view.query.shape[:4]).unsqueeze(-1)
     for b, g, m in _blocks(view):
         block = _block(view, scale, rule, compute, b, g, m)
         if block is None:
             continue
+        keys = block.key.shape[3]
         dead = block.total == 0
         weights = block.weights.div_(block.total.masked_fill(dead, 1.0))
-        grad = outer[b, g, :, m].to(compute).masked_fill(dead, 0.0)
         if sums is not None:
-            weights *= _share(block, sums[b, g, :, m, None].to(compute))
+            weights *= _share(block, sums[b, g, :, m].to(compute))
+        grad = outer[b, g, :, m].to(compute).masked_fill(dead, 0.0)
+        dropped = _dropped(view, p, seed, keys, (b, g, m)) if p > 0 else None
+        if of_v:
+            kept = weights if dropped is None else _drop(weights.clone(), dropped, p)
+            _add_heads(to.value[b, g, :, :keys], kept, grad)
+        if not (of_q or of_k or of_bias):
+            continue
         grad_weights = torch.matmul(grad, block.value.transpose(-1, -2))
-        kept = weights
-        if p > 0:
-            dropped = _dropped(view, p, seed, weights.shape[-1], (b, g, m))
-            grad_weights.masked_fill_(dropped, 0.0).mul_(keep_scale(p))
-            kept = weights.masked_fill(dropped, 0.0).mul_(keep_scale(p))
+        if dropped is not None:
+            _drop(grad_weights, dropped, p)
         if inner is None:
             delta = (weights * grad_weights).sum(-1, keepdim=True)
         else:
             delta = (grad * inner[b, g, :, m].to(compute)).sum(-1, keepdim=True)
-        _add_heads(to.value[b, g, :, : block.value.shape[3]], kept, grad)
         grad_scores = grad_weights.sub_(delta).mul_(weights).masked_fill_(dead, 0.0)
-        if to.bias is not None:
-            part = _part(to.bias, b, g, m, slice(grad_scores.shape[-1]))
+        if of_bias and to.bias is not None:
+            part = _part(to.bias, b, g, m, slice(keys))
             part += grad_scores.sum_to_size(part.shape)
         grad_scores *= scale
-        to.query[b, g, :, m] = torch.matmul(grad_scores, block.key)
-        _add_heads(to.key[b, g, :, : block.key.shape[3]], grad_scores, block.query)
-    return grads[0], grads[1], grads[2], grad_bias
+        if of_q:
+            to.query[b, g, :, m] = torch.matmul(grad_scores, block.key)
+        if of_k:
+            _add_heads(to.key[b, g, :, :keys], grad_scores, block.query)
+    return grads
+
+
+def _drop(weights: Tensor, dropped: Tensor, p: float) -> Tensor:
+    """In place: 0 where dropped, the others scaled."""
+    return weights.masked_fill_(dropped, 0.0).mul_(keep_scale(p))
 
 
 def _share(block: Block, lse: Tensor) -> Tensor:
