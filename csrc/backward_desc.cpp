@@ -90,7 +90,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   r->pass = Pass::kBackward;
   r->alignment = lowest_bit(bits);
   r->bias_grad = a.grad_bias.has_value();
-  return check_devices({&a.query, &a.grad_out, &a.grad_query, &a.grad_key, &a.grad_value, &a.grad_bias});
+  return {};
 }
 
 }  // namespace memeff

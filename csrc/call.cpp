@@ -22,11 +22,15 @@ struct Backward {
   const KernelRow* row = nullptr;  // null where no gradient is wanted
 };
 
-Status prepare(const BackwardCall& args, Backward* b) {
-  if (Status s = make_backward(args, &b->params, &b->request); !s.ok()) return s;
-  if (!args.wants_any()) return {};
+Status prepare(const BackwardCall& a, Backward* b) {
+  if (Status s = make_backward(a, &b->params, &b->request); !s.ok()) return s;
+  if (Status s = check_devices({&a.query, &a.key, &a.value, &a.bias, &a.out, &a.lse, &a.seed, &a.grad_out,
+                                &a.grad_query, &a.grad_key, &a.grad_value, &a.grad_bias});
+      !s.ok())
+    return s;
+  if (!a.wants_any()) return {};
   DeviceFacts facts;
-  if (Status s = select_on_device(args.query.device, b->request, &b->row, &facts); !s.ok()) return s;
+  if (Status s = select_on_device(a.query.device, b->request, &b->row, &facts); !s.ok()) return s;
   b->plan = plan_backward(*b->row, b->params, facts.sm_count);
   return {};
 }
@@ -75,6 +79,9 @@ Status run_forward(const ForwardCall& args, CUstream_st* stream) {
   ForwardParams params;
   Request request;
   if (Status s = make_forward(args, &params, &request); !s.ok()) return s;
+  if (Status s = check_devices({&args.query, &args.key, &args.value, &args.bias, &args.out, &args.lse, &args.seed});
+      !s.ok())
+    return s;
   DeviceFacts facts;
   const KernelRow* row = nullptr;
   if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;

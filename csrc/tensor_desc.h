@@ -64,7 +64,7 @@ struct ForwardCall {
   std::string variant;
 };
 
-// Checks shapes, dtypes and devices (kInvalid with a short message) and fills params and what the request knows of
+// Checks shapes and dtypes (kInvalid with a short message) and fills params and what the request knows of
 // the tensors (all but sm, smem_optin and sm_count).
 //   3-D: query [B, M, K];  4-D: query [B, M, H, K], key and value [B, N, Hkv, K|Kv], Hkv divides H;
 //   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv.
