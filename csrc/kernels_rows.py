@@ -36,6 +36,10 @@ class Variant:
     max_blocks_per_sm: float = 0  # ... or when this row's grid has at most so many blocks an SM
     allow_spill: bool = False
     header: str = "chained/launch.h"
+    kind: str = "fwd"  # "fwd" | "bwd"
+    # Forward: serves calls with dropout, and only those; with bias also set, both with and without
+    # a bias ("full"). Backward: full rows (bias and dropout set) serve calls with either or both.
+    dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,26 @@ class Shape:
     max_blocks_per_sm: float = 0
     bias: tuple[bool, ...] = (False, True)
     spills: tuple[bool, ...] = ()  # values of bias for which a few registers spill
+    full: bool = False  # the row with a bias serves dropout too, and only that
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A tile of the backward pass. Sizes as in chained/backward_traits.h; `tile` is rows of the
+    owner's side, rows of the loop's side, columns of the output."""
+
+    suffix: str
+    tile: tuple[int, int, int]
+    warp: tuple[int, int, int]
+    qk: str
+    smem: tuple[int, int]  # of the plain row and of the full one
+    max_k: int = 0  # K and Kv
+    alignment: int = 0
+    blocks: tuple[int, int] = (1, 1)  # an SM: of the queries' kernel, of the keys'
+    full_blocks: tuple[int, int] = (1, 1)
+    buffers: int = 1
+    kinds: tuple[bool, ...] = (False, True)  # plain, full
+    spills: tuple[bool, ...] = ()
 
 
 QK = {"resident": "ResidentQk<{}>", "streamed": "StreamedQk<{}>", "compensated": "CompensatedQk"}
@@ -90,10 +114,11 @@ def variants(
                 qk,
                 f"chained::{output}",
                 str(alignment),
-                f"chained::{'TensorBias' if bias else 'NoBias'}",
+                f"chained::{'FullBias' if shape.full else 'TensorBias' if bias else 'NoBias'}",
                 str(shape.blocks),
             ]
-            parts = ["chained", arch, dtype, "tf32" * (math == "tf32"), shape.suffix, "bias" * bias]
+            end = "full" if shape.full else "bias" * bias
+            parts = ["chained", arch, dtype, "tf32" * (math == "tf32"), shape.suffix, end]
             yield Variant(
                 name="_".join(filter(None, parts)),
                 family="chained",
@@ -115,6 +140,57 @@ def variants(
                 max_m=shape.max_m,
                 max_blocks_per_sm=shape.max_blocks_per_sm,
                 allow_spill=bias in shape.spills,
+                dropout=shape.full,
+            )
+
+
+def gradients(
+    shapes: list[Gradient],
+    arch: str,
+    cpp_arch: str,
+    dtype: str,
+    sms: tuple[int, int],
+    math: str = "ieee",
+) -> Iterator[Variant]:
+    """The backward rows of a list of shapes: plain, then full (bias, dropout)."""
+    for shape in shapes:
+        kind, size = shape.qk.split(":")
+        alignment = shape.alignment or 16 // BYTES[dtype]
+        warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])
+        for full in shape.kinds:
+            arguments = [
+                f"chained::{cpp_arch}",
+                f"chained::Tile<{', '.join(map(str, shape.tile))}>",
+                f"chained::Warp<{', '.join(map(str, shape.warp))}>",
+                f"chained::{QK[kind].format(size)}",
+                str(alignment),
+                f"chained::{'FullBias' if full else 'NoBias'}",
+                *map(str, shape.full_blocks if full else shape.blocks),
+                str(shape.buffers),
+            ]
+            parts = ["chained_bwd", arch, dtype, "tf32" * (math == "tf32"), shape.suffix]
+            yield Variant(
+                name="_".join(filter(None, [*parts, "full" * full])),
+                family="chained",
+                arch=arch,
+                dtype=dtype,
+                math=math,
+                max_k=shape.max_k,
+                max_kv=shape.max_k,
+                alignment=alignment,
+                bias=full,
+                tile_m=shape.tile[0],
+                tile_n=shape.tile[1],
+                value_tile=shape.tile[2],
+                threads=32 * warps,
+                smem_bytes=shape.smem[full],
+                min_sm=sms[0],
+                max_sm=sms[1],
+                traits=f"chained::BackwardRow<{', '.join(arguments)}>",
+                allow_spill=full in shape.spills,
+                header="chained/backward_launch.h",
+                kind="bwd",
+                dropout=full,
             )
 
 
@@ -252,6 +328,48 @@ SIMT = [
     Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60256, alignment=1),
 ]
 
+# Dropout, with or without a bias.
+SM80_16_FULL = [
+    Shape(
+        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2, bias=BIAS,
+        full=True, spills=BIAS,
+    ),
+    Shape(
+        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2, bias=BIAS,
+        full=True,
+    ),
+    Shape(
+        "any", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, bias=BIAS, full=True, spills=BIAS
+    ),
+]  # fmt: skip
+SM80_16_FULL_UNALIGNED = [
+    Shape(
+        "unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 58144, alignment=1, blocks=2,
+        bias=BIAS, full=True, spills=BIAS,
+    ),
+]  # fmt: skip
+SM80_F32_FULL = [
+    Shape(
+        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 99872, 64, alignment=1, bias=BIAS,
+        full=True, spills=BIAS,
+    ),
+    Shape(
+        "any", (64, 64, 64), (32, 32, 32), "streamed:3", 71184, alignment=1, in_memory=True,
+        bias=BIAS, full=True,
+    ),
+]  # fmt: skip
+HMMA_FULL = [  # Turing and Volta
+    Shape(
+        "any", (64, 64, 64), (32, 32, 32), "streamed:2", 33568, alignment=1, blocks=2, bias=BIAS,
+        full=True,
+    ),
+]  # fmt: skip
+SIMT_FULL = [
+    Shape(
+        "any", (64, 64, 128), (16, 32, 64), "streamed:2", 60256, alignment=1, bias=BIAS, full=True
+    ),
+]  # fmt: skip
+
 VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
@@ -264,6 +382,18 @@ VARIANTS: list[Variant] = [
     *variants(SM70, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
     *variants(SIMT, "simt", "Simt<float>", "f32", (70, 79)),
     *variants(SIMT, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
+    *variants(SM80_16_FULL, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
+    *variants(SM80_16_FULL_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
+    *variants(SM80_16_FULL, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
+    *variants(
+        SM80_16_FULL_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)
+    ),
+    *variants(SM80_F32_FULL, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_F32_FULL, "sm80", "Sm80Fp32", "f32", (80, 999)),
+    *variants(HMMA_FULL, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
+    *variants(HMMA_FULL, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
+    *variants(SIMT_FULL, "simt", "Simt<float>", "f32", (70, 79)),
+    *variants(SIMT_FULL, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
 ]
 
 

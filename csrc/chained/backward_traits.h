@@ -73,15 +73,19 @@ struct BackwardTraits
     Pair loop[kBuffers];
   };
   struct Empty {};
-  struct FirstOperand {
+  template <bool kWanted, typename = void>
+  struct FirstOperand {};
+  template <typename Dummy>
+  struct FirstOperand<true, Dummy> {
     decltype(OutStorage::operand_A) ds;
   };
-  struct SecondOperand {
+  template <bool kWanted, typename = void>
+  struct SecondOperand {};
+  template <typename Dummy>
+  struct SecondOperand<true, Dummy> {
     decltype(OutStorage::operand_A) p;
   };
-  struct ResidentStorage : ResidentOperands<QkMma>,
-                           std::conditional_t<kFirst, FirstOperand, Empty>,
-                           std::conditional_t<kSecond, SecondOperand, Empty> {};
+  struct ResidentStorage : ResidentOperands<QkMma>, FirstOperand<kFirst>, SecondOperand<kSecond> {};
   struct StreamedStorage {
     QkStorage qk;
     std::conditional_t<kWhat == Gradient::kBias, Empty, OutStorage> out;
