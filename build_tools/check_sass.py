@@ -90,13 +90,13 @@ def blocks_per_sm(chip: Chip, registers: int, threads: int, smem_bytes: int) -> 
 
 
 def instruction_counts(
-    cuobjdump: Path | None, objects: list[Path], names: list[str]
+    cuobjdump: Path | None, objects: dict[Path, list[str]]
 ) -> dict[tuple[str, str], collections.Counter[str]]:
-    """Counts by (row, "sm_80"); empty without a cuobjdump."""
+    """Counts by (row, "sm_80"); empty without a cuobjdump. objects: each with its rows' names."""
     counts: dict[tuple[str, str], collections.Counter[str]] = {}
     if cuobjdump is None:
         return counts
-    for path in objects:
+    for path, names in objects.items():
         done = subprocess.run(
             [str(cuobjdump), "-sass", str(path)], capture_output=True, text=True, check=True
         )
@@ -147,8 +147,7 @@ def check(stats: list[dict[str, Any]], rows: dict[str, Any], counts: dict[Any, A
         needed = TENSOR_CORE[row.arch]
         if counter is not None and native and not any(counter[i] for i in needed):
             faults.append(f"{where} has no {' or '.join(needed)}")
-        forward = getattr(row, "kind", "fwd") == "fwd"
-        serves_small_k = forward and max(row.max_k, row.value_tile) <= MAX_TWO_BLOCKS_K
+        serves_small_k = row.kind == "fwd" and max(row.max_k, row.value_tile) <= MAX_TWO_BLOCKS_K
         if row.arch == "sm70" and native and serves_small_k and blocks < MIN_BLOCKS_SM70:
             faults.append(
                 f"{where}: {blocks} blocks an SM, expected {MIN_BLOCKS_SM70} for K <= 128"
@@ -239,10 +238,8 @@ def main() -> int:
     tool = toolkit.root / "bin" / "cuobjdump"
     if not tool.exists():
         print("no cuobjdump beside nvcc: instructions are not counted")
-    objs = [objects / f"{unit.name}.o" for unit in units]
-    faults = check(
-        stats, rows, instruction_counts(tool if tool.exists() else None, objs, list(rows))
-    )
+    objs = {objects / f"{unit.name}.o": [b.row.name for b in unit.rows] for unit in units}
+    faults = check(stats, rows, instruction_counts(tool if tool.exists() else None, objs))
     faults += build_kernels.check_stats(objects, units)
     have = {(s["row"], s["arch"]) for s in stats}
     for one in built:

@@ -31,7 +31,12 @@ class KernelStats:
 
 
 def row_of(symbol: str, names: list[str]) -> str:
-    """The row that the mangled symbol names; lengths stand in front there, so none is a prefix."""
+    """The row that the mangled symbol names; lengths stand in front there, so none is a prefix.
+
+    names: the rows of its unit. All kernels of a unit of one row are that row's.
+    """
+    if len(names) == 1:
+        return names[0]
     for name in names:
         if f"{len(name)}{name}" in symbol:
             return name

@@ -272,6 +272,8 @@ def test_ptxas_log_is_read() -> None:
     ]
     assert stats[1].spill_store_bytes == 36 and stats[1].stack_bytes == 48
     assert len(warnings) == 1 and "C7510" in warnings[0]
+    stats, _ = ptxas_log.parse(LOG.replace("row_a", "x"), ["chained_bwd"])
+    assert {s.row for s in stats} == {"chained_bwd"}  # alone in its unit
 
 
 def test_spills_and_c75_warnings_are_faults_unless_allowed(rows_file: Path, tmp_path: Path) -> None:
