@@ -177,16 +177,17 @@ class Problem:
         return torch.autograd.grad(out, leaf, grad_out)[0]
 
 
-def dropout_of(cell: Cell, pairs: list[tuple[int, int]], seed: int) -> Kept:
+def dropout_of(cell: Cell, pairs: list[tuple[int, int]], seed: int, device: torch.device) -> Kept:
     """What the forward call that follows torch.manual_seed(seed) keeps."""
     if not cell.p:
         return None, 1.0
     from memeff_attn import dropout
 
     torch.manual_seed(seed)
-    state = dropout.new_seed("cuda")
-    kept = dropout.dropout_mask(state, cell.p, cell.B, cell.H, cell.M, cell.N)
-    return torch.stack([kept[b, h] for b, h in pairs]), dropout.keep_scale(cell.p)
+    state = dropout.new_seed(device)
+    heads = torch.tensor([b * cell.H + h for b, h in pairs], device=device)
+    kept = dropout.dropout_rows(state, cell.p, heads, 0, cell.M, cell.N)
+    return kept, dropout.keep_scale(cell.p)
 
 
 def _chosen(length: int, generator: torch.Generator) -> list[int]:
@@ -207,7 +208,7 @@ def sample(
     device = tensors.query.device
     rows, keys = (torch.tensor(_chosen(n, generator), device=device) for n in (cell.M, cell.N))
     pairs = pairs_of(cell)
-    problem = Problem(cell, tensors, pairs, dropout or dropout_of(cell, pairs, seed))
+    problem = Problem(cell, tensors, pairs, dropout or dropout_of(cell, pairs, seed, device))
     dtype = tensors.query.dtype
     kinds = [torch.float64, dtype, torch.float32]
     out = Exact(*(problem.out(rows, kind) for kind in kinds))

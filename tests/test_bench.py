@@ -33,14 +33,8 @@ def result(name: str, sm: int = 90, passes: tuple[str, ...] = shapes.PASSES) -> 
 
 def test_sets_and_cells() -> None:
     sizes = {name: len(shapes.cells(name)) for name in shapes.SETS}
-    assert sizes == {
-        "llm": 36,
-        "vision": 19,
-        "anyk": 8,
-        "fp32": 6,
-        "clients": 5,
-        "features": 4,
-    }
+    counts = {"llm": 36, "vision": 19, "anyk": 8, "fp32": 6, "clients": 5, "features": 4}
+    assert sizes == counts
     for name in shapes.SETS:
         names = [c.name for c in shapes.cells(name)]
         assert len(set(names)) == len(names)
@@ -318,6 +312,23 @@ def test_oracle_passes_right_and_catches_wrong(label: str, monkeypatch: pytest.M
             wrong[i][-1, cell.H - 1, -1] += 1.0
         broken = found.gradient_error(tuple(wrong))[1]
         assert broken and all(line.startswith(name) for line in broken)
+
+
+def test_dropout_mask_is_that_of_the_next_call() -> None:
+    import memeff_attn
+
+    cell = CHECKED["dropout"]
+    tensors = tensors_of(cell)
+    pairs = oracle.pairs_of(cell)
+    kept, scale = oracle.dropout_of(cell, pairs, 7, torch.device("cpu"))
+    assert kept is not None and abs(float(kept.double().mean()) - 1 + KEEP_P) < 0.05
+    assert scale == pytest.approx(1 / (1 - KEEP_P))
+    found = oracle.sample(cell, tensors, ["fwd"], seed=7)
+    torch.manual_seed(7)
+    out = memeff_attn.memory_efficient_attention(
+        tensors.query, tensors.key, tensors.value, p=KEEP_P
+    )
+    assert not found.error(out)[1]
 
 
 def test_backward_call_is_the_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
