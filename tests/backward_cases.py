@@ -20,7 +20,7 @@ import gradients
 import torch
 from cases import DTYPES, HEAD_DIMS, MASKS, STRIDES, UNEQUAL_HEAD_DIMS, Case, Inputs
 from gradients import Four
-from tolerance import Checker, Drop, head_count, tf32_allowed
+from tolerance import Checker, Drop, bias_to_bhmn, head_count, tf32_allowed
 from torch import Tensor
 
 FORCE_BACKWARD = "MEMEFF_FORCE_BACKWARD_VARIANT"
@@ -129,6 +129,8 @@ def by_operators(
     out, lse = operators.forward(
         query, key, value, bias, scale, causal, tf32, True, forced, p, seed
     )
+    if not wants:
+        return out, lse, (None, None, None, None)
     needs = [letter in wants for letter in ALL]
     needs[3] = needs[3] and gradients.has_gradient(bias)
     found = operators.backward(
@@ -219,6 +221,84 @@ def run(
             with checker.case(case):
                 check_case(checker, case, device)
     checker.finish()
+
+
+def run_forward(
+    all_cases: list[BackwardCase], device: torch.device | str, variant: str = ""
+) -> None:
+    """The forward pass of every case, dropout too, by `variant`."""
+    checker = Checker()
+    with cases.forced(variant):
+        for case in all_cases:
+            with checker.case(case):
+                inputs = cases.make(case, device)
+                seed = new_seed(zlib.crc32(str(case).encode()), device) if case.p else None
+                out, lse, _ = by_operators(inputs, inputs.query, case.p, seed, "")
+                checker.attention(case, out, lse, *inputs.tuple(), drop_of(inputs, case.p, seed))
+    checker.finish()
+
+
+# --- dropout by identity --------------------------------------------------------------------------
+
+
+def kept_forward(inputs: Inputs, p: float, seed: Tensor, width: int) -> Tensor:
+    """bool [B, H, M, N]: which weights reach the output, read off with V = chunks of the
+    identity."""
+    keys, heads = inputs.key.shape[1], head_count(inputs.query)
+    eye = torch.eye(keys + width, dtype=inputs.query.dtype, device=inputs.query.device)
+    parts = []
+    for first in range(0, keys, width):
+        value = eye[:keys, first : first + width, None].movedim(1, 2)
+        value = value.expand(inputs.query.shape[0], keys, heads, width).contiguous()
+        given = dataclasses.replace(inputs, value=value)
+        out, _, _ = by_operators(given, inputs.query, p, seed, "")
+        parts.append(out)
+    return (torch.cat(parts, -1)[..., :keys] != 0).transpose(1, 2)
+
+
+def kept_backward(inputs: Inputs, p: float, seed: Tensor) -> Tensor:
+    """bool [B, H, M, N]: which weights reach dV, read off with dO = chunks of the identity."""
+    rows, heads = inputs.query.shape[1], head_count(inputs.query)
+    width = inputs.value.shape[-1]
+    eye = torch.eye(rows + width, dtype=inputs.query.dtype, device=inputs.query.device)
+    parts = []
+    for first in range(0, rows, width):
+        grad_out = eye[:rows, first : first + width, None].movedim(1, 2)
+        grad_out = grad_out.expand(inputs.query.shape[0], rows, heads, width).contiguous()
+        _, _, four = by_operators(inputs, grad_out, p, seed, "v")
+        assert four[2] is not None
+        parts.append(four[2])
+    return (torch.cat(parts, -1)[..., :rows] != 0).permute(0, 2, 3, 1)
+
+
+def check_identity(
+    checker: Checker, case: BackwardCase, device: torch.device | str, number: int
+) -> None:
+    """Forward and backward drop what dropout.dropout_mask says, element by element. No group of
+    heads shares a key head, so that dV is one head's."""
+    inputs = cases.make(case, device)
+    seed = new_seed(number, device)
+    drop = drop_of(inputs, case.p, seed)
+    assert drop is not None and head_count(inputs.query) == inputs.key.shape[2]
+    kept = drop.keep & visible(inputs)
+    if drop.scale == 0:
+        kept = torch.zeros_like(kept)
+    forward = kept_forward(inputs, case.p, seed, case.value_dim)
+    checker.true(f"{case} seed {number}: forward's mask", forward == kept)
+    checker.true(
+        f"{case} seed {number}: backward's mask", kept_backward(inputs, case.p, seed) == kept
+    )
+
+
+def visible(inputs: Inputs) -> Tensor:
+    """bool [B, H, M, N]."""
+    query, key, _, bias, causal, _ = inputs.tuple()
+    scores = torch.zeros(
+        query.shape[0], head_count(query), query.shape[1], key.shape[1], device=query.device
+    )
+    rank4 = bias_to_bhmn(bias, query)
+    every = slice(None)
+    return gradients.masked(scores, rank4, causal, every, query.shape[1]) != -float("inf")
 
 
 # --- the matrix -----------------------------------------------------------------------------------

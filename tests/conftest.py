@@ -115,3 +115,4 @@ def _same_numbers() -> None:
 def _no_forced_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant forced from outside would hide what the tests choose."""
     monkeypatch.delenv("MEMEFF_FORCE_VARIANT", raising=False)
+    monkeypatch.delenv("MEMEFF_FORCE_BACKWARD_VARIANT", raising=False)

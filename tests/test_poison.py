@@ -6,10 +6,13 @@ On a GPU this goes to _C.forward directly, because only there the caller owns th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import backward_cases
 import cases
+import gradients
 import pytest
 import torch
 from cases import Case
@@ -140,17 +143,26 @@ class Canaries:
         checker.true(f"{label}: never written", ~(untouched & ~self.outside))
 
 
-def launch(inputs: cases.Inputs, out: Tensor, lse: Tensor | None, variant: str, tf32: bool) -> Any:
+def launch(
+    inputs: cases.Inputs,
+    out: Tensor,
+    lse: Tensor | None,
+    variant: str,
+    tf32: bool,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Any:
     from memeff_attn import _C
 
     query, key, value, bias, causal, scale = inputs.tuple()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     stream = torch.cuda.current_stream().cuda_stream
-    return _C.forward(query, key, value, bias, out, lse, scale, causal, tf32, variant, stream)
+    tensors = (query, key, value, bias, out, lse, seed)
+    return _C.forward(*tensors, scale, p, causal, tf32, variant, stream)
 
 
 @pytest.mark.gpu
-@each_row()
+@each_row("fwd")
 def test_variant_between_canaries(row: dict[str, Any]) -> None:
     """Each variant, straight through the binding: poisoned inputs, outputs and LSE between
     canaries."""
@@ -162,9 +174,11 @@ def test_variant_between_canaries(row: dict[str, Any]) -> None:
     kv = max(step, kv - step)
     k = max(step, k // step * step)
     tiles = {"tile_m": row["tile_m"], "tile_n": row["tile_n"]}
+    p = 0.3 if row["dropout"] else 0.0
+    seed = backward_cases.new_seed(2, "cuda") if p else None
     checker = Checker()
     with math_mode(row):
-        for bias in ("bhmn", "1hmn:f32", "bhmn:bool") if row["bias"] else ("",):
+        for bias in biases_of(row):
             for case in ragged(row["dtype"], bias, k, kv // step * step, **tiles):
                 with checker.case(case):
                     inputs = cases.make(case, "cuda")
@@ -177,16 +191,141 @@ def test_variant_between_canaries(row: dict[str, Any]) -> None:
                         lse = Canaries(
                             (case.B, case.H, case.M), torch.float32, "cuda", 5, row_dim=2
                         )
-                        failed = launch(
-                            view, out.inner, lse.inner, row["name"], row["math"] == "tf32"
-                        )
+                        tf32 = row["math"] == "tf32"
+                        results_in = (view, out.inner, lse.inner, row["name"], tf32)
+                        failed = launch(*results_in, p, seed)
                         checker.that(f"{case}: {failed}", failed is None)
                         out.check(checker, f"{case} out")
                         lse.check(checker, f"{case} lse")
                         results.append((out.inner, lse.inner))
                     checker.same_bits(f"{case} out", results[1][0], results[0][0])
                     checker.same_bits(f"{case} lse", results[1][1], results[0][1])
-                    checker.attention(case, *results[1], *inputs.tuple())
+                    drop = backward_cases.drop_of(inputs, p, seed)
+                    checker.attention(case, *results[1], *inputs.tuple(), drop)
+    checker.finish()
+
+
+def biases_of(row: dict[str, Any]) -> tuple[str, ...]:
+    if not row["bias"]:
+        return ("",)
+    return ("bhmn", "1hmn:f32", "bhmn:bool") + (("",) if row["dropout"] else ())
+
+
+class Flat:
+    """A contiguous tensor with canaries before and after it, its elements NaN at first."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.count = math.prod(shape)
+        self.whole = torch.full((self.count + 128,), math.nan, dtype=dtype, device="cuda")
+        self.edge = self.whole.view(INT_OF_SIZE[self.whole.element_size()])
+        for part in (self.edge[:64], self.edge[64 + self.count :]):
+            part.fill_(CANARY)
+        self.inner = self.whole[64 : 64 + self.count].view(shape)
+
+    def check(self, checker: Checker, label: str, written: bool = True) -> None:
+        outside = torch.cat([self.edge[:64], self.edge[64 + self.count :]])
+        checker.true(f"{label}: written outside", outside == CANARY)
+        if written:
+            checker.true(f"{label}: never written", ~self.inner.isnan())
+
+
+@dataclasses.dataclass
+class BackwardLaunch:
+    """Everything _C.backward takes of one case, each output and the workspace between canaries."""
+
+    row: dict[str, Any]
+    inputs: cases.Inputs  # as given: views with poison around
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    seed: Tensor | None
+    p: float
+
+    def run(self, checker: Checker, label: str) -> gradients.Four:
+        from memeff_attn import _C
+
+        query, key, value, bias, causal, scale = self.inputs.tuple()
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        wanted = [query, key, value] + ([bias] if gradients.has_gradient(bias) else [])
+        flat = [Flat(tuple(x.shape), x.dtype) for x in wanted if x is not None]
+        grads = [x.inner for x in flat] + [None] * (4 - len(flat))
+        given = (self.grad_out, query, key, value, bias, self.out, self.lse, self.seed, *grads)
+        numbers = (scale, self.p, causal, self.row["math"] == "tf32", self.row["name"])
+        size = _C.backward_workspace(*given, *numbers)
+        checker.that(f"{label}: {size}", isinstance(size, int))
+        workspace = Flat((int(size),), torch.float32)
+        stream = torch.cuda.current_stream().cuda_stream
+        failed = _C.backward(*given, workspace.inner, *numbers, stream)
+        checker.that(f"{label}: {failed}", failed is None)
+        for name, x in zip(gradients.NAMES, flat, strict=False):
+            x.check(checker, f"{label} d{name}")
+        workspace.check(checker, f"{label} workspace", written=False)
+        return tuple(grads)  # type: ignore[return-value]
+
+
+@pytest.mark.gpu
+@each_row("bwd")
+def test_backward_between_canaries(row: dict[str, Any]) -> None:
+    """Each backward variant, straight through the binding: poison beyond the ends of every input,
+    gradients and workspace full of NaN between canaries; shapes with few blocks (splits) too."""
+    if reason := fits_here(row):
+        pytest.skip(reason)
+    step = row["alignment"]
+    k, kv = (min(row[limit] or 256, 256) // step * step for limit in ("max_k", "max_kv"))
+    p = 0.3 if row["dropout"] else 0.0
+    seed = backward_cases.new_seed(2, "cuda") if p else None
+    checker = Checker()
+    with math_mode(row):
+        for bias in biases_of(row):
+            sizes = ragged(row["dtype"], bias, k, kv, row["tile_m"], row["tile_n"])
+            some = [Case(row["dtype"], B=1, M=m, N=n, H=1, K=k, Kv=kv, bias=bias)
+                    for m, n in ((1500, 70), (70, 1500))]  # fmt: skip
+            for case in [*sizes, *some]:
+                with checker.case(case):
+                    backward_between_canaries(checker, row, case, p, seed)
+    checker.finish()
+
+
+def backward_between_canaries(
+    checker: Checker, row: dict[str, Any], case: Case, p: float, seed: Tensor | None
+) -> None:
+    inputs = cases.make(case, "cuda")
+    shape = (case.B, case.M, case.H, case.value_dim)
+    grad_out = torch.randn(shape, device="cuda").to(inputs.query.dtype)
+    out, lse, _ = backward_cases.by_operators(inputs, grad_out, p, seed, "")
+    results = []
+    for poison in (0.0, math.nan):
+        views = [surrounded(x, poison, 8) for x in (grad_out, out)]
+        given = poisoned(inputs, poison, 8)
+        launch = BackwardLaunch(row, given, *views, lse, seed, p)
+        results.append(launch.run(checker, f"{case} poison {poison}"))
+    for name, a, b in zip(gradients.NAMES, *results, strict=True):
+        if a is not None and b is not None:
+            checker.same_bits(f"{case} d{name}", b, a)
+    drop = backward_cases.drop_of(inputs, p, seed)
+    gradients.check(checker, case, results[1], grad_out, *inputs.tuple(), drop)
+
+
+@pytest.mark.parametrize("bias", ["", "bhmn", "b1m1:f32"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_gradients_with_nan_beyond_the_ends(device: str, dtype: str, bias: str) -> None:
+    """The public way: NaN around every input and around the gradient of out changes no bit."""
+    checker = Checker()
+    for case in ragged(dtype, bias)[:: 3 if device == "cpu" else 1]:
+        with checker.case(case):
+            inputs = cases.make(case, device)
+            grad_out = torch.randn(*inputs.query.shape[:-1], case.value_dim, device=device)
+            grad_out = grad_out.to(inputs.query.dtype)
+            wants = "qkvb" if bias else "qkv"
+            found = []
+            for poison in (0.0, math.nan):
+                given, around = poisoned(inputs, poison, 8), surrounded(grad_out, poison, 8)
+                with backward_cases.deterministic(warn_only=True):
+                    found.append(backward_cases.call(given, around, 0.0, 0, wants)[2])
+            for name, a, b in zip(gradients.NAMES, *found, strict=True):
+                if a is not None and b is not None:
+                    checker.same_bits(f"{case} d{name}", b, a)
+            gradients.check(checker, case, found[1], grad_out, *inputs.tuple())
     checker.finish()
 
 

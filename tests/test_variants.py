@@ -1,21 +1,27 @@
 """Every compiled variant, forced by name, against the oracle; and proof that none was left out.
 
-A variant is one item: its shapes come from its own limits, so a new row of the list is covered
+Forward rows run the forward pass (rows of dropout with it), backward rows every gradient. A
+variant is one item: its shapes come from its own limits, so a new row of the list is covered
 without a change here. The variants that ran are in `cases.variants_hit`, which tests/gpu_record.py
 writes into the record."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import backward_cases
 import cases
+import gradients
 import pytest
 import torch
+from backward_cases import BackwardCase
 from cases import Case
 from tolerance import Checker, tf32
 
@@ -34,9 +40,11 @@ def rows() -> list[dict[str, Any]]:
     return [row for row in _C.variants() if row["built"]]
 
 
-def each_row() -> pytest.MarkDecorator:
-    """One item a built row; one item that is skipped or fails where there is none."""
-    params = [pytest.param(row, id=row["name"]) for row in rows()]
+def each_row(kind: str = "", dropout: bool = False) -> pytest.MarkDecorator:
+    """One item a built row ("fwd", "bwd" or either; of dropout or all); one that is skipped or
+    fails where there is none."""
+    found = [r for r in rows() if kind in ("", r["kind"]) and (r["dropout"] or not dropout)]
+    params = [pytest.param(row, id=row["name"]) for row in found]
     return pytest.mark.parametrize("row", params or [pytest.param(None, id="no_variant_built")])
 
 
@@ -52,6 +60,9 @@ def fits_here(row: dict[str, Any]) -> str:
         "smem_optin": info["smem_optin"],
         "dtype": row["dtype"],
         "math": row["math"],
+        "pass": row["kind"],
+        "dropout": row["dropout"],
+        "bias_grad": row["kind"] == "bwd" and row["bias"],
     }
     request |= {"K": row["alignment"], "Kv": row["alignment"], "alignment": 16}
     request |= {"has_bias": row["bias"], "variant": row["name"]}
@@ -89,16 +100,30 @@ def dims(limit: int, tile: int, alignment: int) -> list[int]:
     return sorted({max(alignment, n // alignment * alignment) for n in wanted if 0 < n <= top})
 
 
-def shapes(row: dict[str, Any]) -> list[Case]:
-    """Tile edges at the largest head dim, head dims at a tile edge, diagonals, biases and
-    strides."""
+def head_dims(row: dict[str, Any]) -> tuple[list[int], list[int], int, int]:
+    """K and Kv to try, and the one of each for everything else: the largest, or one tile and more
+    where any is taken."""
     step = row["alignment"]
     ks, kvs = (dims(row[limit], row["value_tile"], step) for limit in ("max_k", "max_kv"))
     k, kv = ks[-1], kvs[-1]
-    k = (
-        min(k, 256 // step * step) if not row["max_k"] else k
-    )  # a row of any K: its steps are in `ks`
-    kv = min(kv, max(row["value_tile"] // step * step, step)) if not row["max_kv"] else kv
+    if not row["max_k"]:  # a row of any K: its steps are in `ks`
+        k = min(k, 256 // step * step)
+    if not row["max_kv"]:
+        kv = min(kv, max(row["value_tile"] // step * step, step))
+    return ks, kvs, k, kv
+
+
+def strides_of(row: dict[str, Any]) -> list[str]:
+    step = row["alignment"]
+    layouts = ["heads_first", "packed", "batch0", "rows0", "heads0"]
+    layouts += [f"padded{8 if step > 1 else 1}"]
+    return layouts + (["offset1", "mixed", "last_dim"] if step == 1 else [])
+
+
+def shapes(row: dict[str, Any]) -> list[Case]:
+    """Tile edges at the largest head dim, head dims at a tile edge, diagonals, biases and
+    strides."""
+    ks, kvs, k, kv = head_dims(row)
     m_edge, n_edge = row["tile_m"] + 1, row["tile_n"] + 1
     masks = itertools.cycle(cases.MASKS)
     broadcasts = ("bhmn", "1hmn", "11mn", "b11n", "bh1n")
@@ -129,18 +154,9 @@ def shapes(row: dict[str, Any]) -> list[Case]:
         )
     ]
     found += [case(M=70, N=300, H=4, Hkv=h, K=k, Kv=kv) for h in (1, 2)]
-    layouts = [
-        "heads_first",
-        "packed",
-        "batch0",
-        "rows0",
-        "heads0",
-        f"padded{8 if step > 1 else 1}",
-    ]
-    layouts += ["offset1", "mixed", "last_dim"] if step == 1 else []
     found += [
         case(M=70, N=75, H=2, K=k, Kv=kv, strides=s, rank=r)
-        for s in layouts
+        for s in strides_of(row)
         for r in ("bmhk", "bmghk")
     ]
     found += [case(M=70, N=75, H=1, K=k, Kv=kv, rank="bmk")]
@@ -161,6 +177,76 @@ def shapes(row: dict[str, Any]) -> list[Case]:
     return found
 
 
+def with_dropout(found: list[Case]) -> list[BackwardCase]:
+    """The same shapes for a row of dropout: with a bias and without."""
+    drops = itertools.cycle(backward_cases.DROPOUTS[1:])
+    made = []
+    for i, case in enumerate(found):
+        fields = dataclasses.asdict(case) | {"p": next(drops)}
+        made.append(BackwardCase(**fields | ({"bias": ""} if i % 2 else {})))
+    return made
+
+
+def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
+    """Edges of the owner's and the loop's tile both ways round, head dims, diagonals, few and many
+    blocks (splits), strides; for full rows biases, their gradients and dropout."""
+    ks, kvs, k, kv = head_dims(row)
+    tiles = around(row["tile_m"]), around(row["tile_n"])
+    pairs = {*itertools.product(*tiles), *itertools.product(*tiles[::-1])}
+    edge = row["tile_m"] + 1, row["tile_n"] + 1
+    masks = itertools.cycle(cases.MASKS)
+    biases = ("bhmn", "", "1h1n", "bhmn:f32", "", "b1m1:bool", "11mn:f32", "bh11")
+    drops = (0.0, 0.3, 0.1, 0.0, 0.7, 0.0, 0.2, 0.5)
+    extras = itertools.cycle(
+        [{"bias": b, "p": p} for b, p in zip(biases, drops, strict=True)] if row["bias"] else [{}]
+    )
+
+    def case(**fields: Any) -> BackwardCase:
+        return BackwardCase(row["dtype"], **({"mask": next(masks)} | next(extras) | fields))
+
+    found = [case(B=1, M=m, N=n, H=2, K=k, Kv=kv) for m, n in sorted(pairs)]
+    found += [case(M=edge[0], N=edge[1], H=1, K=x, Kv=kv) for x in ks for _ in range(2)]
+    found += [case(M=edge[1], N=edge[0], H=1, K=k, Kv=x) for x in kvs for _ in range(2)]
+    found += [
+        case(M=m, N=n, K=k, Kv=kv, mask=mask)
+        for (m, n), mask in itertools.product(((1, 300), (300, 1), (257, 70)), cases.MASKS)
+    ]
+    found += [case(B=1, M=m, N=n, H=1, K=k, Kv=kv) for m, n in ((70, 2000), (2000, 70))]
+    found += [case(B=3, M=150, N=500, H=5, K=k, Kv=kv, mask=m) for m in cases.MASKS]
+    found += [case(M=70, N=300, H=4, Hkv=h, K=k, Kv=kv) for h in (1, 2)]
+    found += [
+        case(M=70, N=75, H=2, K=k, Kv=kv, strides=s, rank=r)
+        for s, r in itertools.product(strides_of(row), ("bmhk", "bmghk"))
+    ]
+    grads = ["heads_first", "rows0", "sum", "last_dim"] + ["offset1"] * (row["alignment"] == 1)
+    found += [case(M=70, N=75, H=2, K=k, Kv=kv, grad=g) for g in grads]
+    found += [case(M=70, N=75, H=1, K=k, Kv=kv, rank="bmk")]
+    found += [case(M=70, N=150, K=k, Kv=kv, scale=s) for s in (0.0, -0.3, 2.0)]
+    found += [case(M=70, N=150, K=k, Kv=kv, wants=w) for w in ("q", "k", "v", "qv", "kv")]
+    if row["bias"]:
+        found += biased_shapes(case, edge, k, kv)
+    return found
+
+
+def biased_shapes(
+    case: Callable[..., BackwardCase], edge: tuple[int, int], k: int, kv: int
+) -> list[BackwardCase]:
+    """Every broadcast of a bias with its gradient, its layouts, and sums over many batches."""
+    broadcasts = ["".join(p) for p in itertools.product("b1", "h1", "m1", "n1")]
+    found = [
+        case(M=edge[0], N=edge[1], K=k, Kv=kv, bias=b + d, p=p)
+        for b, (d, p) in itertools.product(broadcasts, (("", 0.0), (":f32", 0.2)))
+    ]
+    found += [
+        case(M=70, N=77, K=k, Kv=kv, bias="bhmn" + d + s, wants=w)
+        for d, s, w in itertools.product(
+            ("", ":f32"), (":padded", ":transposed", ":offset", ":expanded"), ("b", "qkvb")
+        )
+    ]
+    many = ("1hmn", "11mn", "111n", "b1mn")
+    return found + [case(B=40, M=33, N=70, H=3, K=k, Kv=kv, bias=b, mask="none") for b in many]
+
+
 def math_mode(row: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     return tf32(row["math"] == "tf32")
 
@@ -171,8 +257,18 @@ def test_variant(row: dict[str, Any]) -> None:
     if reason := fits_here(row):
         pytest.skip(reason)
     with math_mode(row):
-        cases.run(shapes(row), "cuda", variant=row["name"])
+        if row["kind"] == "bwd":
+            backward_cases.run(backward_shapes(row), "cuda", variant=row["name"])
+        elif row["dropout"]:
+            backward_cases.run_forward(with_dropout(shapes(row)), "cuda", variant=row["name"])
+        else:
+            cases.run(shapes(row), "cuda", variant=row["name"])
     cases.variants_hit.add(row["name"])
+
+
+def small_dims(row: dict[str, Any]) -> tuple[int, int]:
+    k = min(row["max_k"] or 256, 512)
+    return k, min(row["max_kv"] or row["value_tile"], 512)
 
 
 @pytest.mark.gpu
@@ -181,44 +277,79 @@ def test_variant_repeats_are_bit_equal(row: dict[str, Any]) -> None:
     """50 launches each of few and of many blocks: a race between stages shows as another bit."""
     if reason := fits_here(row):
         pytest.skip(reason)
-    k = min(row["max_k"] or 256, 512)
-    kv = min(row["max_kv"] or row["value_tile"], 512)
-    bias = "bhmn" if row["bias"] else ""
+    k, kv = small_dims(row)
+    extra: dict[str, Any] = {"bias": "bhmn"} if row["bias"] else {}
+    extra |= {"p": 0.2} if row["dropout"] else {}
+    force = backward_cases.forced_backward if row["kind"] == "bwd" else cases.forced
+    wants = ("qkvb" if row["bias"] else "qkv") if row["kind"] == "bwd" else ""
     checker = Checker()
-    with math_mode(row), cases.forced(row["name"]):
+    with math_mode(row), force(row["name"]):
         for case in [
-            Case(row["dtype"], B=1, M=64, N=512, H=1, K=k, Kv=kv, bias=bias),
-            Case(row["dtype"], B=16, M=300, N=700, H=4, K=k, Kv=kv, bias=bias, mask="bottom_right"),
+            BackwardCase(row["dtype"], B=1, M=64, N=512, H=1, K=k, Kv=kv, **extra),
+            BackwardCase(
+                row["dtype"], B=16, M=300, N=700, H=4, K=k, Kv=kv, mask="bottom_right", **extra
+            ),
         ]:
             with checker.case(case):
                 inputs = cases.make(case, "cuda")
-                out, lse = cases.attention(inputs)
+                seed = backward_cases.new_seed(1, "cuda") if case.p else None
+                grad_out = backward_cases.make_grad(case, "cuda", inputs.query)
+                arguments = (inputs, grad_out, case.p, seed, wants)
+                out, lse, four = backward_cases.by_operators(*arguments)
                 for _ in range(50):
-                    again, lse_again = cases.attention(inputs)
+                    again, lse_again, others = backward_cases.by_operators(*arguments)
                     checker.same_bits(f"{case} out", again, out)
                     checker.same_bits(f"{case} lse", lse_again, lse)
+                    for name, x, y in zip(gradients.NAMES, four, others, strict=True):
+                        if x is not None and y is not None:
+                            checker.same_bits(f"{case} d{name}", y, x)
     checker.finish()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bias", ["", "bhmn"], ids=["no_bias", "bias"])
+@each_row(dropout=True)
+def test_variant_drops_the_same(row: dict[str, Any]) -> None:
+    """The mask is a function of seed, head, query and key alone: read off by identity, it is the
+    Python one whatever the row's tile."""
+    if reason := fits_here(row):
+        pytest.skip(reason)
+    width = min(row["max_kv"] or 64, 64)
+    force = backward_cases.forced_backward if row["kind"] == "bwd" else cases.forced
+    checker = Checker()
+    with math_mode(row), force(row["name"]):
+        for number, (m, n) in enumerate(
+            ((row["tile_m"] + 1, 2 * row["tile_n"] + 1), (row["tile_n"] + 1, row["tile_m"] - 1))
+        ):
+            k = min(row["max_k"] or 64, 64)
+            case = BackwardCase(
+                row["dtype"], M=m, N=n, H=3, K=k, Kv=width, p=0.4, bias="1hmn" * number, gain=0.5
+            )
+            with checker.case(case):
+                backward_cases.check_identity(checker, case, "cuda", number)
+    checker.finish()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", ["", "bias", "dropout"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_variants_agree(dtype: str, bias: str) -> None:
+def test_variants_agree(dtype: str, extra: str) -> None:
     """All variants of a dtype on one input: each within the rule, so no two are further apart than
     twice it."""
+    fields: dict[str, Any] = {"": {}, "bias": {"bias": "bhmn"}, "dropout": {"p": 0.3}}[extra]
+    case = BackwardCase(dtype, M=150, N=333, H=3, K=32, Kv=32, mask="bottom_right", **fields)
     checker = Checker()
-    case = Case(dtype, B=2, M=150, N=333, H=3, K=32, Kv=32, mask="bottom_right", bias=bias)
-    inputs = cases.make(case, "cuda")
     for row in rows():
-        if (
-            row["dtype"] != dtype
-            or row["bias"] != bool(bias)
-            or row["math"] != "ieee"
-            or fits_here(row)
-        ):
+        serves = {"": not row["bias"], "bias": row["bias"], "dropout": row["dropout"]}[extra]
+        if row["kind"] == "fwd" and extra != "dropout":
+            serves = serves and not row["dropout"]
+        if row["dtype"] != dtype or not serves or row["math"] != "ieee" or fits_here(row):
             continue
-        with checker.case(row["name"]), cases.forced(row["name"]):
-            checker.attention(row["name"], *cases.attention(inputs), *inputs.tuple())
+        with checker.case(row["name"]):
+            if row["kind"] == "bwd":
+                with backward_cases.forced_backward(row["name"]):
+                    backward_cases.check_case(checker, case, "cuda")
+            else:
+                backward_cases.run_forward([case], "cuda", row["name"])
     checker.finish()
 
 
@@ -270,19 +401,26 @@ def test_forced_variant_that_does_not_fit(
     """A forced variant never quietly becomes another one."""
     if reason := fits_here(row):
         pytest.skip(reason)
-    monkeypatch.setenv(cases.FORCE, row["name"])
-    bias = "bhmn" if row["bias"] else ""
-    other = "f32" if row["dtype"] != "f32" else "f16"
+    backward = row["kind"] == "bwd"
+    name = backward_cases.FORCE_BACKWARD if backward else cases.FORCE
+    monkeypatch.setenv(name, row["name"])
+    fits: dict[str, Any] = {"bias": "bhmn"} if row["bias"] else {}
+    fits |= {"p": 0.3} if row["dropout"] else {}
+    step, dtype = row["alignment"], row["dtype"]
     wrong = [
-        Case(other, K=row["alignment"], bias=bias),
-        Case(row["dtype"], bias="" if bias else "bhmn"),
+        BackwardCase("f32" if dtype != "f32" else "f16", K=step, **fits),
+        BackwardCase(dtype, bias="" if row["bias"] else "bhmn"),
     ]
+    if not row["dropout"]:
+        wrong.append(BackwardCase(dtype, bias=fits.get("bias", ""), p=0.3))
     if row["max_k"]:
-        wrong.append(
-            Case(row["dtype"], K=row["max_k"] + row["alignment"], Kv=row["alignment"], bias=bias)
-        )
-    if row["alignment"] > 1:
-        wrong.append(Case(row["dtype"], K=row["alignment"] + 1, Kv=row["alignment"], bias=bias))
+        wrong.append(BackwardCase(dtype, K=row["max_k"] + step, Kv=step, **fits))
+    if step > 1:
+        wrong.append(BackwardCase(dtype, K=step + 1, Kv=step, **fits))
     for case in wrong:
+        inputs = cases.make(case, "cuda")
+        grad_out = backward_cases.make_grad(case, "cuda", inputs.query)
+        seed = backward_cases.new_seed(0, "cuda") if case.p else None
+        wants = backward_cases.usable(case, inputs) if backward else ""
         with math_mode(row), pytest.raises(NotImplementedError, match=row["name"]):
-            cases.attention(cases.make(case, "cuda"))
+            backward_cases.by_operators(inputs, grad_out, case.p, seed, wants)
