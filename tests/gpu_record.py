@@ -28,7 +28,16 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 RECORD = TESTS / "gpu_record.json"
-PYTHON_FILES = ("ops.py", "dispatch.py", "attention.py", "inputs.py", "attn_bias.py")
+PYTHON_FILES = (
+    "ops.py",
+    "dispatch.py",
+    "attention.py",
+    "inputs.py",
+    "attn_bias.py",
+    "autograd.py",
+    "backward.py",
+    "dropout.py",
+)
 SLOWEST = 10  # tests named with their seconds
 
 Record = dict[str, Any]

@@ -1,4 +1,5 @@
-"""Each compiled variant once, on one small ragged shape: what compute-sanitizer watches.
+"""Each compiled variant once, forward and backward, on one small ragged shape: what
+compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck  python tests/sanitizer_cases.py [--match REGEX]
     compute-sanitizer --tool racecheck python tests/sanitizer_cases.py [--match REGEX]
@@ -32,37 +33,80 @@ def shape_of(row: dict[str, Any]) -> tuple[int, int, int, int]:
     return row["tile_m"] + 3, 2 * row["tile_n"] + 5, k, kv
 
 
+def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).cuda()
+
+
+def unwritten(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+def calls(row: dict[str, Any], bias: torch.Tensor) -> list[tuple[torch.Tensor | None, float]]:
+    """(bias, p) of each launch: every dtype of bias that the row takes, dropout with and without
+    one."""
+    p = 0.3 if row["dropout"] else 0.0
+    if not row["bias"]:
+        return [(None, p)]
+    found: list[tuple[torch.Tensor | None, float]] = [
+        (bias, 0.0 if row["kind"] == "bwd" else p),
+        (bias.float(), p),
+        (bias > -1, p),
+    ]
+    if row["kind"] == "bwd":  # a gradient summed over heads and queries
+        found.append((bias[:, :1, :1].contiguous(), p))
+    return found + ([(None, p)] if row["dropout"] else [])
+
+
 def run(row: dict[str, Any], binding: Any) -> str:
-    """Launches one variant, top-left causal, with LSE and a bias of each dtype if it takes one.
+    """Launches one variant, top-left causal, with LSE; a backward variant with every gradient.
 
     Returns what went wrong.
     """
     m, n, k, kv = shape_of(row)
     dtype = DTYPES[row["dtype"]]
-
-    def random(*shape: int) -> torch.Tensor:
-        return (
-            torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).cuda()
-        )
-
-    query, key, value = random(1, m, 2, k), random(1, n, 2, k), random(1, n, 2, kv)
-    biases: list[torch.Tensor | None] = [None]
-    if row["bias"]:
-        bias = random(1, 2, m, n)
-        biases = [bias, bias.float(), bias > -1]
-    for bias_now in biases:
-        out = torch.full((1, m, 2, kv), float("nan"), dtype=dtype, device="cuda")
-        lse = torch.full((1, 2, m), float("nan"), device="cuda")
-        stream = torch.cuda.current_stream().cuda_stream
-        tf32 = row["math"] == "tf32"
-        arguments = (query, key, value, bias_now, out, lse, k**-0.5, 1, tf32, row["name"], stream)
-        failed = binding.forward(*arguments)
+    query, key, value = (
+        random(dtype, 1, m, 2, k),
+        random(dtype, 1, n, 2, k),
+        random(dtype, 1, n, 2, kv),
+    )
+    tf32 = row["math"] == "tf32"
+    state = torch.tensor([1234567890123, 987654321], device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    for bias, p in calls(row, random(dtype, 1, 2, m, n)):
+        seed = state if p else None
+        out, lse = unwritten(dtype, 1, m, 2, kv), unwritten(torch.float32, 1, 2, m)
+        numbers = (k**-0.5, p, 1, tf32)
+        name = row["name"] if row["kind"] == "fwd" else ""
+        inputs = (query, key, value, bias, out, lse, seed)
+        failed = binding.forward(*inputs, *numbers, name, stream)
+        results = [out, lse]
+        if failed is None and row["kind"] == "bwd":
+            failed, results = backward(row, binding, inputs, numbers, stream)
         torch.cuda.synchronize()
         if failed is not None:
             return str(failed)
-        if bool(out.isnan().any()) or bool(lse.isnan().any()):
+        if any(bool(x.isnan().any()) for x in results):
             return "a result is NaN, or was not written"
     return ""
+
+
+def backward(
+    row: dict[str, Any],
+    binding: Any,
+    inputs: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    stream: int,
+) -> tuple[Any, list[torch.Tensor]]:
+    query, key, value, bias, out = inputs[:5]
+    wanted = [query, key, value]
+    wanted += [bias] if bias is not None and bias.dtype != torch.bool else []
+    grads = [unwritten(x.dtype, *x.shape) for x in wanted]
+    given = (random(out.dtype, *out.shape), *inputs, *grads, *[None] * (4 - len(grads)))
+    size = binding.backward_workspace(*given, *numbers, row["name"])
+    if not isinstance(size, int):
+        return size, grads
+    workspace = unwritten(torch.float32, size)
+    return binding.backward(*given, workspace, *numbers, row["name"], stream), grads
 
 
 def main() -> int:
