@@ -1,8 +1,9 @@
 """Exact attention in linear memory on CUTLASS kernels, V100 to H200."""
 
-from . import attn_bias, dispatch, reference
+from . import attn_bias, dispatch, dropout, reference
 from .attention import (
     memory_efficient_attention,
+    memory_efficient_attention_backward,
     memory_efficient_attention_forward,
     memory_efficient_attention_forward_requires_grad,
 )
@@ -16,8 +17,10 @@ __all__ = [
     "LowerTriangularMask",
     "attn_bias",
     "dispatch",
+    "dropout",
     "explain",
     "memory_efficient_attention",
+    "memory_efficient_attention_backward",
     "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad",
     "reference",

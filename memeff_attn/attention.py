@@ -1,14 +1,15 @@
-"""The public calls: cheap checks, the mask as a number, then the operator (ops.py)."""
+"""The public calls: cheap checks, the mask as a number, then the operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import dispatch, ops
+from . import autograd, dispatch, ops
+from . import backward as backward_op
 from .attn_bias import (
     CAUSAL_BOTTOM_RIGHT,
     CAUSAL_NONE,
@@ -17,10 +18,11 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
     bias_of_rank,
+    split_bias,
 )
+from .dropout import new_seed
 from .inputs import Inputs, check_inputs, check_numbers
 
-_with_backward: Callable[..., tuple[Tensor, Tensor]] = ops.Forward.apply
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -35,7 +37,8 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """out = softmax(scale * Q K^T + bias) V, exactly, without ever holding the M x N scores.
+    """out = dropout(softmax(scale * Q K^T + bias)) V, exactly, without ever holding the M x N
+    scores; differentiable once, for query, key, value and bias.
 
     Shapes:
         query [B, M, H, K], key [B, N, H, K], value [B, N, H, Kv] -> out [B, M, H, Kv]; key and
@@ -51,22 +54,28 @@ def memory_efficient_attention(
             LowerTriangularFromBottomRightMask() (up to i + N - M); or a tensor that broadcasts to
             [B, H, M, N] ([B, M, N] or [B, G, H, M, N] with the other layouts), of the query's dtype
             or float32 (added to the scores), or bool (True = visible). Fewer dimensions: [M, N],
-            [1, M, N] and [B * H, M, N]. Scale does not touch it.
-        p: dropout probability; 0 until [training].
+            [1, M, N] and [B * H, M, N]. Scale does not touch it. It may be a Parameter; its
+            gradient is summed over the dimensions along which it is broadcast.
+        p: probability of dropping a weight, in steps of 1 / 65536; the kept ones are scaled by
+            1 / (1 - p). The mask is drawn by torch's generator of the device and is a pure
+            function of (seed, batch entry, head, query, key): memeff_attn.dropout.
         scale: any finite number; default K ** -0.5.
-        op: an operator of memeff_attn.dispatch, or a tuple that begins with one, to insist on;
-            default: the best.
+        op: operators of memeff_attn.dispatch to insist on: a forward one, or a tuple (forward,
+            backward), each of which may be None; default: the best.
         output_dtype: the query's dtype until [masks].
-    Memory: the output, and nothing that grows with M * N. On the CPU also one block of scores.
+    Memory: the output and, where a gradient is asked for, its log-sum-exp; the backward pass takes
+        the gradients and B * H * M floats and, where few blocks fill the GPU, partial sums: for
+        each gradient at most 8 times its elements, or 64 MiB, in float32. Nothing grows with
+        M * N but a gradient of a bias that does. On the CPU also a few blocks of scores.
     Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
-        with V. float32 products are accurate to float32 unless torch allows TF32
-        (torch.backends.cuda.matmul). A query that sees no key gives 0. A finite bias is a number,
-        however negative. The forward pass is bit-deterministic.
+        with V, gradients once, after all sums. float32 products are accurate to float32 unless
+        torch allows TF32 (torch.backends.cuda.matmul). A query that sees no key gives 0, and adds 0
+        to every gradient. A finite bias is a number, however negative. Forward and backward pass
+        are bit-deterministic.
     Raises:
         ValueError: inputs that disagree with each other, or with a named op.
-        NotImplementedError: legal inputs that no operator here takes, with the reasons; the
-            backward pass.
-        RuntimeError: a CUDA failure.
+        NotImplementedError: legal inputs that no operator here takes, with the reasons.
+        RuntimeError: a CUDA failure; a gradient of a gradient.
     Source: Rabe and Staats, "Self-attention does not need O(n^2) memory"; csrc/chained; interface
         of xFormers.
     """
@@ -84,11 +93,12 @@ def memory_efficient_attention_forward(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """out = softmax(scale * Q K^T + bias) V: the forward pass alone.
+    """out = softmax(scale * Q K^T + bias) V: as `memory_efficient_attention`, without dropout.
 
-    Everything as `memory_efficient_attention`; p must be 0, as no state of a random generator is
-    returned.
+    Raises: NotImplementedError where p is not 0, as no state of a random generator is returned.
     """
+    if p != 0.0:
+        _refuse_dropout(Inputs(query, key, value, attn_bias, p, scale))
     return _attention(query, key, value, attn_bias, p, scale, op, output_dtype, False)[0]
 
 
@@ -102,16 +112,78 @@ def memory_efficient_attention_forward_requires_grad(
     *,
     op: Any = None,
     output_dtype: torch.dtype | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with out as `memory_efficient_attention` and lse = log sum_j exp(scale * q k_j +
-    bias_j).
+    bias_j): what `memory_efficient_attention_backward` takes.
 
     Shapes: lse [B, H, M]; [B, 1, M] for 3-D and [B, G, H, M] for 5-D inputs. No padding.
-    Dtypes: lse is float32, natural logarithm.
+    Dtypes: lse is float32, natural logarithm; it has no gradient and knows no dropout.
+    Args: seed: the dropout state where p > 0, memeff_attn.dropout.new_seed(device); pass the same
+        to the backward call. Everything else as `memory_efficient_attention`.
     Numerics: a query that sees no key has lse -inf.
-    Everything else as `memory_efficient_attention_forward`.
+    Raises: NotImplementedError where p > 0 and no seed is given.
     """
-    return _attention(query, key, value, attn_bias, p, scale, op, output_dtype, True)
+    if p != 0.0 and seed is None:
+        _refuse_dropout(Inputs(query, key, value, attn_bias, p, scale))
+    return _attention(query, key, value, attn_bias, p, scale, op, output_dtype, True, seed)
+
+
+def memory_efficient_attention_backward(
+    grad: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) = gradients of sum(grad * output), by hand: for code that manages its own graph.
+
+    With P = exp(scale * Q K^T + bias - lse), D the dropout scale and dP = D * (grad V^T):
+    dS = P * (dP - rowsum(grad * output)), dQ = scale * dS K, dK = scale * dS^T Q,
+    dV = (P * D)^T grad.
+
+    Shapes: output and lse as `memory_efficient_attention_forward_requires_grad` gives them, grad as
+        output; dQ, dK, dV as query, key and value, contiguous. output and lse may be those of more
+        keys than these, as in ring attention: the gradients are then this part's.
+    Dtypes: lse float32, all others the query's; no autocast.
+    Args: attn_bias, p, scale: as in the forward call; no gradient of the bias is returned. op: a
+        backward operator of memeff_attn.dispatch, or a tuple that ends with one. seed: the forward
+        call's where p > 0.
+    Memory: the gradients and the workspace named at `memory_efficient_attention`.
+    Numerics: as the backward pass of `memory_efficient_attention`. Not differentiable.
+    Raises:
+        ValueError: inputs that disagree with each other, or with a named op.
+        NotImplementedError: legal inputs that no operator here takes, with the reasons; p > 0
+            without a seed.
+        RuntimeError: a CUDA failure.
+    Source: csrc/chained/backward.h; interface of xFormers, and seed.
+    """
+    if not (attn_bias is None or isinstance(attn_bias, Tensor | AttentionBias)):
+        _refuse_mask(query, key, value, attn_bias, p, scale)
+    inputs = Inputs(query, key, value, attn_bias, p, scale)
+    inputs.validate_inputs()
+    if p != 0.0 and seed is None:
+        _refuse_dropout(inputs)
+    state = _seed(p, seed, query)
+    chosen = dispatch.resolve_bw_op(op)
+    if chosen is not None:
+        dispatch.ensure_op_takes(chosen, inputs)
+    bias, causal = split_bias(attn_bias)
+    bias = None if bias is None else bias_of_rank(bias, query)
+    tf32 = query.dtype == torch.float32 and dispatch.tf32_allowed()
+    with torch.no_grad():
+        grads = backward_op.backward(
+            grad, query, key, value, bias, output, lse, inputs.scale_float, causal, tf32,
+            [True, True, True, False], "" if chosen is None else chosen.VARIANT, float(p), state,
+        )  # fmt: skip
+    return grads[0], grads[1], grads[2]
 
 
 def _attention(
@@ -124,6 +196,7 @@ def _attention(
     op: Any,
     output_dtype: torch.dtype | None,
     need_lse: bool,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     # Every call passes here: cheap tests only; a failing one leads to the function that explains
     # it.
@@ -152,24 +225,31 @@ def _attention(
         scale = head_dim**-0.5 if head_dim else 1.0
     elif type(scale) is not float or not -_LARGEST_SCALE <= scale <= _LARGEST_SCALE:
         scale = _number("scale", scale)
-    variant = ""
+    differentiable = (
+        torch.is_grad_enabled()
+        and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (bias is not None and bias.requires_grad)
+        )
+    ) or forward_ad._current_level >= 0  # forward mode: autograd refuses it, the operator would not
+    variant = backward_variant = ""
+    state = None
     if p != 0.0 or op is not None or output_dtype is not None:
-        variant = _unusual(Inputs(query, key, value, attn_bias, p, scale, output_dtype), op)
+        inputs = Inputs(query, key, value, attn_bias, p, scale, output_dtype)
+        variant, backward_variant = _unusual(inputs, op, differentiable)
+        p = float(p)
+        state = _seed(p, seed, query)
     tf32 = dtype == torch.float32 and dispatch.tf32_allowed()
-    call: Any  # three ways to the same result
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (bias is not None and bias.requires_grad)
-    ):
-        call = _with_backward
-    elif ops.goes_direct(query, key, value, bias):
-        call = ops.forward_cuda
-    else:
-        call = ops.forward
+    if differentiable:
+        return autograd.differentiable(
+            query, key, value, bias, scale, causal, tf32, variant, backward_variant, p, state
+        )
+    call: Any  # two ways to the same result
+    call = ops.forward_cuda if ops.goes_direct(query, key, value, bias) else ops.forward
     result: tuple[Tensor, Tensor] = call(
-        query, key, value, bias, scale, causal, tf32, need_lse, variant
+        query, key, value, bias, scale, causal, tf32, need_lse, variant, p, state
     )
     return result
 
@@ -222,15 +302,49 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _unusual(inputs: Inputs, op: Any) -> str:
-    """Dropout, a named operator, another output dtype: the kernel to insist on, or why not."""
+def _unusual(inputs: Inputs, op: Any, differentiable: bool) -> tuple[str, str]:
+    """Dropout, named operators, another output dtype: the kernels to insist on, forward and
+    backward; or why not."""
+    if isinstance(inputs.p, Tensor):
+        _number("p", inputs.p)
     check_numbers(inputs.p, inputs.scale)
     chosen = dispatch.resolve_op(op)
-    asks_more = inputs.p != 0.0 or inputs.output_dtype not in (None, inputs.query.dtype)
-    if chosen is None and not asks_more:
-        return ""
+    backward = dispatch.resolve_bw_op(op) if isinstance(op, tuple) else None
+    other_dtype = inputs.output_dtype not in (None, inputs.query.dtype)
+    if chosen is None and backward is None and not other_dtype:
+        return "", ""
     inputs.validate_inputs()
-    if chosen is None:
+    if chosen is None and other_dtype:
         raise NotImplementedError(dispatch.no_operator_text(inputs))
-    dispatch.ensure_op_takes(chosen, inputs)
-    return chosen.VARIANT
+    if chosen is not None:
+        dispatch.ensure_op_takes(chosen, inputs)
+    if backward is not None and differentiable:
+        dispatch.ensure_op_takes(backward, inputs)
+    first, second = ("" if x is None else x.VARIANT for x in (chosen, backward))
+    return first, second
+
+
+def _seed(p: float, seed: Tensor | None, query: Tensor) -> Tensor | None:
+    """The dropout state of a call: None where nothing is dropped, drawn where none is given."""
+    if p == 0.0:
+        return None
+    if seed is None:
+        return new_seed(query.device)
+    if seed.dtype != torch.int64 or seed.shape != (2,) or seed.device != query.device:
+        raise ValueError(
+            f"seed must be int64 of shape (2,) on {query.device}, as memeff_attn.dropout.new_seed "
+            f"makes it; got {seed.dtype}, {tuple(seed.shape)}, {seed.device}"
+        )
+    return seed
+
+
+def _refuse_dropout(inputs: Inputs) -> None:
+    if isinstance(inputs.p, Tensor):
+        _number("p", inputs.p)
+    inputs.validate_inputs()
+    raise NotImplementedError(
+        f"p is {inputs.p}, and this call returns no dropout state. Use memory_efficient_attention, "
+        "or memory_efficient_attention_forward_requires_grad and "
+        "memory_efficient_attention_backward with the same "
+        "seed=memeff_attn.dropout.new_seed(device)."
+    )

@@ -11,9 +11,9 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from .inputs import Inputs as Inputs  # public here, as in xFormers
 NoneType: type = type(None)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-_OPERATOR = "memory_efficient_attention_forward"
+_OPERATORS = "memory_efficient_attention_forward", "memory_efficient_attention_backward"
 
 
 @functools.cache
@@ -87,7 +87,7 @@ class AttentionOpBase:
         LowerTriangularMask,
         LowerTriangularFromBottomRightMask,
     )
-    SUPPORTS_DROPOUT: ClassVar[bool] = False
+    SUPPORTS_DROPOUT: ClassVar[bool] = True
     SUPPORTS_CUSTOM_SCALE: ClassVar[bool] = True
     SUPPORTS_DIFFERENT_VALUE_EMBED: ClassVar[bool] = True
     SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = False
@@ -95,6 +95,8 @@ class AttentionOpBase:
     SUPPORTS_BMGHK: ClassVar[bool] = True
     IS_DETERMINISTIC: ClassVar[bool] = True
     VARLEN_LSE_PACKED: ClassVar[bool] = True
+    VARIANT: ClassVar[str] = ""  # the one kernel it runs; empty: the first that fits
+    PASS: ClassVar[str] = "fwd"  # or "bwd"
 
     @classmethod
     def is_available(cls) -> bool:
@@ -127,7 +129,7 @@ class AttentionOpBase:
                 f"attn_bias is {type(bias).__name__}: that mask comes with [masks] (issue 4)"
             )
         if d.p != 0.0 and not cls.SUPPORTS_DROPOUT:
-            found.append(f"p is {d.p}: dropout comes with [training] (issue 3)")
+            found.append(f"p is {d.p}: it has no dropout")
         if d.output_dtype not in (None, d.query.dtype) and not cls.SUPPORTS_OUTPUT_DTYPE:
             found.append(
                 f"output_dtype is {d.output_dtype}: another dtype than the query's comes with "
@@ -141,7 +143,13 @@ class AttentionOpBase:
 class AttentionFwOpBase(AttentionOpBase):
     """A forward operator."""
 
-    VARIANT: ClassVar[str] = ""  # the one kernel it runs; empty: the first that fits
+
+class AttentionBwOpBase(AttentionOpBase):
+    """A backward operator."""
+
+    PASS = "bwd"
+    SUPPORTS_PARTIAL = True  # an lse over more keys than these is what it takes
+    SUPPORTS_ATTN_BIAS_GRAD: ClassVar[bool] = True
 
 
 class CpuFwOp(AttentionFwOpBase):
@@ -151,10 +159,14 @@ class CpuFwOp(AttentionFwOpBase):
     SUPPORTED_DEVICES = frozenset({"cpu"})
 
 
-class ChainedFwOp(AttentionFwOpBase):
-    """Both matrix products chained in one CUTLASS 2.x kernel (csrc/chained): sm70 and newer."""
+class CpuBwOp(AttentionBwOpBase):
+    """Its gradients, the same way."""
 
-    NAME = "chained"
+    NAME = "cpu_bwd"
+    SUPPORTED_DEVICES = frozenset({"cpu"})
+
+
+class _Chained(AttentionOpBase):
     SUPPORTED_DEVICES = frozenset({"cuda"})
 
     @classmethod
@@ -172,24 +184,40 @@ class ChainedFwOp(AttentionFwOpBase):
         ):  # no addresses yet; the kernel's own check comes at run time
             return found
         if not found and not _is_empty(d):
-            request = request_of(d, _gpu_of(d.query.device), cls.VARIANT)
+            request = request_of(d, _gpu_of(d.query.device), cls.VARIANT, cls.PASS)
             if not _C().select(request):
                 found.append(_C().explain(request).replace("\n", "\n    "))
         return found
 
 
+class ChainedFwOp(_Chained, AttentionFwOpBase):
+    """Both matrix products chained in one CUTLASS 2.x kernel (csrc/chained): sm70 and newer."""
+
+    NAME = "chained"
+
+
+class ChainedBwOp(_Chained, AttentionBwOpBase):
+    """Its gradients, with the scores computed again: no atomics, the same bits in every run."""
+
+    NAME = "chained_bwd"
+
+
 ALL_FW_OPS: list[type[AttentionFwOpBase]] = [ChainedFwOp, CpuFwOp]
-_FAMILIES: dict[str, type[AttentionFwOpBase]] = {"chained": ChainedFwOp}
-AttentionOp = tuple[type[AttentionFwOpBase] | None, Any]
+ALL_BW_OPS: list[type[AttentionBwOpBase]] = [ChainedBwOp, CpuBwOp]
+_FAMILIES: dict[tuple[str, str], type[AttentionOpBase]] = {
+    ("chained", "fwd"): ChainedFwOp,
+    ("chained", "bwd"): ChainedBwOp,
+}
+AttentionOp = tuple[type[AttentionFwOpBase] | None, type[AttentionBwOpBase] | None]
 
 
 @functools.cache
-def variant(name: str) -> type[AttentionFwOpBase]:
+def variant(name: str) -> Any:
     """The operator that runs the kernel of this name and no other:
-    `op=variant("chained_sm70_f16_k64")`.
+    `op=variant("chained_sm70_f16_k64")`, `op=(None, variant("chained_bwd_sm70_f16_k64"))`.
 
-    `python -m memeff_attn.info` lists the names. The environment variable MEMEFF_FORCE_VARIANT does
-    the same for a whole program.
+    `python -m memeff_attn.info` lists the names. The environment variables MEMEFF_FORCE_VARIANT and
+    MEMEFF_FORCE_BACKWARD_VARIANT do the same for a whole program.
     """
     rows = {} if native()[0] is None else {row["name"]: row for row in _C().variants()}
     if native()[0] is None:
@@ -198,7 +226,7 @@ def variant(name: str) -> type[AttentionFwOpBase]:
         raise ValueError(
             f"no kernel {name!r}; python -m memeff_attn.info lists the {len(rows)} there are"
         )
-    family = _FAMILIES[rows[name]["family"]]
+    family = _FAMILIES[rows[name]["family"], rows[name].get("kind", "fwd")]
     return type(name, (family,), {"NAME": name, "VARIANT": name, "__doc__": f"The kernel {name}."})
 
 
@@ -206,20 +234,31 @@ def resolve_op(op: Any) -> type[AttentionFwOpBase] | None:
     """The forward operator in `op=`: a class, an instance, or a tuple (forward, backward)."""
     if isinstance(op, tuple):
         op = op[0] if op else None
-    if op is None:
-        return None
+    return None if op is None else _operator(op, AttentionFwOpBase, ALL_FW_OPS, "forward", "begins")
+
+
+def resolve_bw_op(op: Any) -> type[AttentionBwOpBase] | None:
+    """The backward operator in `op=`: a class, an instance, or the second of a tuple."""
+    if isinstance(op, tuple):
+        op = op[1] if len(op) > 1 else None
+    return None if op is None else _operator(op, AttentionBwOpBase, ALL_BW_OPS, "backward", "ends")
+
+
+_Op = TypeVar("_Op", bound=AttentionOpBase)
+
+
+def _operator(op: Any, base: type[_Op], known: list[type[_Op]], kind: str, verb: str) -> type[_Op]:
     cls = op if isinstance(op, type) else type(op)
-    if not issubclass(cls, AttentionFwOpBase):
+    if not issubclass(cls, base):
         raise ValueError(
-            f"op must be a forward operator of memeff_attn.dispatch "
-            f"({', '.join(o.__name__ for o in ALL_FW_OPS)}, "
-            f"variant(name)) or a tuple that begins with one, got {op!r}. Leave it out to have one "
-            "chosen."
+            f"op must be a {kind} operator of memeff_attn.dispatch "
+            f"({', '.join(o.__name__ for o in known)}, variant(name)) or a tuple that {verb} with "
+            f"one, got {op!r}. Leave it out to have one chosen."
         )
     return cls
 
 
-def ensure_op_takes(op: type[AttentionFwOpBase], d: Inputs) -> None:
+def ensure_op_takes(op: type[AttentionOpBase], d: Inputs) -> None:
     """ValueError where a named operator does not take the inputs."""
     reasons = op.not_supported_reasons(d)
     if reasons:
@@ -230,16 +269,17 @@ def ensure_op_takes(op: type[AttentionFwOpBase], d: Inputs) -> None:
         )
 
 
-def _listing(op: type[AttentionFwOpBase], reasons: list[str]) -> str:
+def _listing(op: type[AttentionOpBase], reasons: list[str]) -> str:
     return f"{op.NAME} is not supported because:\n" + "\n".join(
         "    " + reason for reason in reasons
     )
 
 
-def no_operator_text(d: Inputs, kernel_text: str = "") -> str:
+def no_operator_text(d: Inputs, kernel_text: str = "", backward: bool = False) -> str:
     """The text of NotImplementedError; kernel_text: what csrc/dispatch.cpp says already."""
-    parts = [f"No operator found for `{_OPERATOR}` with inputs:", str(d)]
-    for op in ALL_FW_OPS:
+    parts = [f"No operator found for `{_OPERATORS[backward]}` with inputs:", str(d)]
+    candidates: Sequence[type[AttentionOpBase]] = ALL_BW_OPS if backward else ALL_FW_OPS
+    for op in candidates:
         reasons = op.not_supported_reasons(d)
         if not reasons and kernel_text:
             reasons = [kernel_text.replace("\n", "\n    ")]
@@ -253,6 +293,13 @@ def _dispatch_fw(inp: Inputs, needs_gradient: bool = False) -> type[AttentionFwO
         if op.supports(inp):
             return op
     raise NotImplementedError(no_operator_text(inp))
+
+
+def _dispatch_bw(inp: Inputs, varlen_lse_packed: bool | None = None) -> type[AttentionBwOpBase]:
+    for op in ALL_BW_OPS:
+        if op.supports(inp):
+            return op
+    raise NotImplementedError(no_operator_text(inp, backward=True))
 
 
 # ---- which kernel, and why ----
@@ -292,7 +339,9 @@ def _alignment(x: Tensor) -> int:
         return bits
 
 
-def request_of(d: Inputs, gpu: Mapping[str, int], name: str = "") -> dict[str, object]:
+def request_of(
+    d: Inputs, gpu: Mapping[str, int], name: str = "", which: str = "fwd"
+) -> dict[str, object]:
     """The question csrc/dispatch.cpp answers."""
     query, key, value = (
         x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
@@ -313,6 +362,9 @@ def request_of(d: Inputs, gpu: Mapping[str, int], name: str = "") -> dict[str, o
         "Kv": value.shape[-1],
         "alignment": bits & -bits,
         "has_bias": isinstance(d.attn_bias, Tensor),
+        "pass": which,
+        "dropout": d.p > 0.0,
+        "bias_grad": isinstance(d.attn_bias, Tensor) and d.attn_bias.requires_grad,
         "variant": name,
     }
 
@@ -337,49 +389,59 @@ def explain(
     *,
     op: Any = None,
     device: Any = None,
+    backward: bool = False,
 ) -> str:
     """Which operator and kernel `memory_efficient_attention` would run on these inputs, and why not
     the others.
 
     Shapes, Dtypes: as `memory_efficient_attention`.
     Args: the same, and device: a GPU that need not be here ("sm_70", (9, 0)), or "cpu"; default:
-        the tensors' device.
+        the tensors' device. backward: the kernel of the backward pass instead (with the gradient of
+        a bias that requires one).
     Memory: none; nothing is launched.
     Raises: ValueError where the inputs disagree with each other.
     Source: csrc/dispatch.cpp and cpu.py.
     """
     inputs = Inputs(query, key, value, attn_bias, p, scale)
     inputs.validate_inputs()
-    chosen = resolve_op(op)
+    chosen: type[AttentionOpBase] | None = resolve_bw_op(op) if backward else resolve_op(op)
     if device is None:
         device = query.device
     if str(device).startswith("cpu"):
-        return _explain_cpu(inputs, chosen)
+        return _explain_cpu(inputs, chosen, backward)
+    gpu_op: type[AttentionOpBase] = ChainedBwOp if backward else ChainedFwOp
     here = str(device).startswith("cuda")
     missing = native()[1]
     reasons = [
-        r for r in AttentionFwOpBase.not_supported_reasons(inputs) if not r.startswith("device is")
+        r for r in AttentionOpBase.not_supported_reasons(inputs) if not r.startswith("device is")
     ]
-    if chosen is not None and not issubclass(chosen, ChainedFwOp):
+    if chosen is not None and not issubclass(chosen, gpu_op):
         reasons.append(f"op={chosen.NAME} does not run on a GPU")
     if missing or reasons:
-        return "chosen: none\n" + _listing(ChainedFwOp, [*reasons, missing] if missing else reasons)
+        return "chosen: none\n" + _listing(gpu_op, [*reasons, missing] if missing else reasons)
     if _is_empty(inputs):
         return "chosen: none; an input is empty, the result needs no kernel"
     gpu = _gpu_of(torch.device(device)) if here else gpu_named(device)
-    text: str = _C().explain(request_of(inputs, gpu, chosen.VARIANT if chosen else ""))
+    name = chosen.VARIANT if chosen else ""
+    text: str = _C().explain(request_of(inputs, gpu, name, gpu_op.PASS))
     return text
 
 
-def _explain_cpu(d: Inputs, chosen: type[AttentionFwOpBase] | None) -> str:
-    reasons = [r for r in CpuFwOp.not_supported_reasons(d) if not r.startswith("device is")]
-    if chosen is not None and not issubclass(chosen, CpuFwOp):
+def _explain_cpu(d: Inputs, chosen: type[AttentionOpBase] | None, backward: bool) -> str:
+    cpu_op: type[AttentionOpBase] = CpuBwOp if backward else CpuFwOp
+    reasons = [r for r in cpu_op.not_supported_reasons(d) if not r.startswith("device is")]
+    if chosen is not None and not issubclass(chosen, cpu_op):
         reasons.append(f"op={chosen.NAME} does not run on the CPU")
     if reasons:
-        return "chosen: none\n" + _listing(CpuFwOp, reasons)
+        return "chosen: none\n" + _listing(cpu_op, reasons)
     bias, causal = split_bias(d.attn_bias)
     bias = None if bias is None else bias_of_rank(bias, d.query)
-    path, why = cpu.route(d.query, d.key, d.value, bias, d.scale_float, causal)
+    settings = d.query, d.key, d.value, bias, d.scale_float, causal, d.p
+    if backward:
+        path, why = cpu.backward_route(*settings, bias is not None and bias.requires_grad)
+    else:
+        path, why = cpu.route(*settings)
     name = "PyTorch's flash kernel for the CPU" if path == "flash" else "blockwise PyTorch"
-    others = f"the others:\n  - takes tensors on a GPU: {ChainedFwOp.NAME}"
-    return f"chosen: {CpuFwOp.NAME}, {name} ({why})\n{others}"
+    other = ChainedBwOp if backward else ChainedFwOp
+    others = f"the others:\n  - takes tensors on a GPU: {other.NAME}"
+    return f"chosen: {cpu_op.NAME}, {name} ({why})\n{others}"

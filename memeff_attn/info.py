@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import __version__, dispatch, ops
+from . import __version__, backward, dispatch, ops
 
 
 def lines() -> Iterator[str]:
@@ -53,8 +53,10 @@ def _gpus(module: Any) -> Iterator[str]:
         for dtype in ("f16", "bf16", "f32"):
             request = {k: v for k, v in facts.items() if k != "name"}
             request |= {"dtype": dtype, "B": 1, "M": 1024, "N": 1024, "H": 16, "alignment": 16}
-            name = module.select(request | {"K": 64, "Kv": 64})
-            yield f"  {dtype}, K 64, M 1024: {name or 'no kernel'}"
+            request |= {"K": 64, "Kv": 64}
+            names = [module.select(request | {"pass": which}) for which in ("fwd", "bwd")]
+            forward, gradients = (name or "no kernel" for name in names)
+            yield f"  {dtype}, K 64, M 1024: {forward}, backward {gradients}"
 
 
 def _variants(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -69,6 +71,8 @@ def _variants(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"  {row['name']:{width}}  {', '.join(limits)}, tile {tile}; {archs}"
     if forced := ops.forced_variant():
         yield f"MEMEFF_FORCE_VARIANT is set: every GPU call runs {forced} or fails"
+    if forced := backward.forced_variant():
+        yield f"MEMEFF_FORCE_BACKWARD_VARIANT is set: every backward pass runs {forced} or fails"
 
 
 def main() -> None:

@@ -177,3 +177,21 @@ def _check_bias(
             f"attn_bias must broadcast to {expected}, each dimension that or 1; got "
             f"{tuple(bias.shape)}. Add dimensions with unsqueeze, or slice it."
         )
+
+
+def check_gradient(
+    grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, value: Tensor
+) -> None:
+    """ValueError where what the backward pass takes beside the inputs disagrees with them."""
+    shape = (*query.shape[:-1], value.shape[-1])
+    expected = (
+        ("grad", grad_out, shape, query.dtype),
+        ("output", out, shape, query.dtype),
+        ("lse", lse, lse_shape(query), torch.float32),
+    )
+    for name, x, want, dtype in expected:
+        if x.shape != want or x.dtype != dtype or x.device != query.device:
+            raise ValueError(
+                f"{name} must have shape {tuple(want)}, {dtype}, on {query.device}, as the forward "
+                f"pass gives it; got\n    {describe(name, x)}"
+            )

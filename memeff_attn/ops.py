@@ -1,5 +1,5 @@
-"""The operator memeff_attn::forward as torch sees it: schema, CUDA and CPU implementations, fake,
-autograd.
+"""The operator memeff_attn::forward as torch sees it: schema, CUDA and CPU implementations, fake.
+The backward operator is in backward.py, what joins the two in autograd.py.
 
 The CUDA path is short on purpose: allocate, launch. The compiled code checks every number; only
 when it refuses does `_second_try` look closer, mend what needs no kernel (empty inputs) or a copy
@@ -27,25 +27,15 @@ from .attn_bias import (
 from .inputs import Inputs, check_inputs, lse_shape
 
 # attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant:
-# "" or a kernel's name. Returns out and the log-sum-exp ([0] where need_lse is false).
+# "" or a kernel's name; seed: {seed, offset} (dropout.py), given exactly where p > 0. Returns out
+# and the log-sum-exp ([0] where need_lse is false).
 _SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, "
-    "bool tf32, "
-    "bool need_lse, str variant) -> (Tensor, Tensor)"
-)
-# Stands where [training] puts the backward operator: it is traced like one and says at run time
-# what is missing.
-_BACKWARD_SCHEMA = "backward_missing(Tensor grad, Tensor[] inputs) -> Tensor[]"
-NO_BACKWARD = (
-    "The backward pass of memory_efficient_attention comes with [training] (issue 3); today only "
-    "the forward pass is "
-    "here. Call it under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention "
-    "to train."
+    "bool tf32, bool need_lse, str variant, float p=0.0, Tensor? seed=None) -> (Tensor, Tensor)"
 )
 
-_library: Any = torch.library.Library("memeff_attn", "DEF")  # type: ignore[no-untyped-call]
-_library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
-_library.define(_BACKWARD_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
+library: Any = torch.library.Library("memeff_attn", "DEF")  # type: ignore[no-untyped-call]
+library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 
 Failure = tuple[int, str]  # Code of csrc/status.h and its message
 INVALID, UNSUPPORTED, CUDA_ERROR = 1, 2, 3
@@ -59,6 +49,7 @@ _scalar_codes = {
     torch.bfloat16: 1,
     torch.float32: 2,
     torch.bool: 3,
+    torch.int64: 4,
 }  # DType of csrc/params.h
 
 
@@ -93,21 +84,28 @@ def launcher() -> Callable[..., Failure | None]:
 
 
 def _by_scalars(forward: Callable[..., Failure | None]) -> Callable[..., Failure | None]:
+    return by_scalars(forward, 7)
+
+
+def by_scalars(function: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """The function that takes the first arguments, `tensors` of them, by their numbers."""
+
     def numbers(x: Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
         if x is None:
             return None
         return x.data_ptr(), _scalar_codes.get(x.dtype, -1), tuple(x.shape), x.stride()
 
-    def launch(*args: Any) -> Failure | None:
-        tensors = [x for x in args[:6] if x is not None]
-        if any(x.device != tensors[0].device for x in tensors):
+    def launch(*args: Any) -> Any:
+        given = [x for x in args[:tensors] if x is not None]
+        if any(x.device != given[0].device for x in given):
             return INVALID, "the tensors are on different devices"
-        return forward(*map(numbers, args[:6]), *args[6:], args[0].get_device())
+        described = map(numbers, args[:tensors])
+        return function(*described, *args[tensors:], given[0].get_device())
 
     return launch
 
 
-def _stream_of(index: int) -> int:
+def stream_of(index: int) -> int:
     return _current_stream(index) if _current_stream is not None else 0
 
 
@@ -121,8 +119,12 @@ def _forward_cuda(
     tf32: bool,
     need_lse: bool,
     variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = forward_cuda(query, key, value, attn_bias, scale, causal, tf32, need_lse, variant)
+    out, lse = forward_cuda(
+        query, key, value, attn_bias, scale, causal, tf32, need_lse, variant, p, seed
+    )
     return out, query.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
@@ -136,6 +138,8 @@ def forward_cuda(
     tf32: bool,
     need_lse: bool,
     variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator's work on plain CUDA tensors; lse is None unless needed."""
     shape = query.shape
@@ -147,12 +151,13 @@ def forward_cuda(
     lse = query.new_empty(lse_shape(query), dtype=torch.float32) if need_lse else None
     if not variant and _FORCED in _environ:
         variant = forced_variant()
-    stream = _stream_of(query.get_device())
-    failure = _launch(query, key, value, attn_bias, out, lse, scale, causal, tf32, variant, stream)
+    stream = stream_of(query.get_device())
+    failure = _launch(
+        query, key, value, attn_bias, out, lse, seed, scale, p, causal, tf32, variant, stream
+    )
     if failure is not None:
-        _second_try(
-            failure, query, key, value, attn_bias, out, lse, scale, causal, tf32, variant, stream
-        )
+        settings = scale, p, causal, tf32, variant, stream
+        _second_try(failure, query, key, value, attn_bias, out, lse, seed, settings)
     return out, lse
 
 
@@ -160,7 +165,7 @@ _plain_types = (Tensor, torch.nn.Parameter)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _tracing: Callable[[], object] = torch._C._get_tracing_state  # torch.jit.trace, ONNX export
-_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # vmap, grad
 _profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -179,7 +184,7 @@ def goes_direct(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | N
         and _modes() == 0
         and _function_modes() == 0
         and not _tracing()
-        and _transform() is None
+        and transform() is None
         and not _profiled()
     )
 
@@ -192,42 +197,41 @@ def _second_try(
     attn_bias: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
-    scale: float,
-    causal: int,
-    tf32: bool,
-    variant: str,
-    stream: int,
+    seed: Tensor | None,
+    settings: tuple[float, float, int, bool, str, int],
 ) -> None:
     """Writes the result where no kernel or one copy is all it takes; raises otherwise."""
+    scale, p, causal, _, variant, _ = settings
+    call = query, key, value, attn_bias, scale, causal, variant, p
     if failure[0] != CUDA_ERROR:
         check_inputs(query, key, value, attn_bias)
         if query.dtype not in dispatch.DTYPES:
-            raise _error((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant)
+            raise error_of((UNSUPPORTED, ""), *call)
         if 0 in query.shape[:-1] or key.shape[1] == 0:  # B, M, H or N is 0
             out.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
             return
-        mended = [_launchable(x) for x in (query, key, value)]
+        mended = [launchable(x) for x in (query, key, value)]
         target = out if value.shape[-1] else value.new_empty((*out.shape[:-1], 1))
         if target is not out or any(
             a is not b for a, b in zip(mended, (query, key, value), strict=True)
         ):
-            again = _launch(*mended, attn_bias, target, lse, scale, causal, tf32, variant, stream)
+            again = _launch(*mended, attn_bias, target, lse, seed, *settings)
             if again is None:
                 return
             failure = again
-    raise _error(failure, query, key, value, attn_bias, scale, causal, variant)
+    raise error_of(failure, *call)
 
 
-def _launchable(x: Tensor) -> Tensor:
+def launchable(x: Tensor) -> Tensor:
     """With last stride 1 and K, Kv at least 1: a zero column adds as little as no column."""
     if x.shape[-1] == 0:
         return x.new_zeros(()).expand(*x.shape[:-1], 1)
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _error(
+def error_of(
     failure: Failure,
     query: Tensor,
     key: Tensor,
@@ -236,23 +240,28 @@ def _error(
     scale: float,
     causal: int,
     variant: str,
+    p: float,
+    backward: bool = False,
 ) -> Exception:
+    """The exception that a refusal of the compiled code becomes."""
     code, message = failure
     mask: Tensor | AttentionBias | None = attn_bias
     if causal == CAUSAL_TOP_LEFT:
         mask = LowerTriangularMask()
     elif causal == CAUSAL_BOTTOM_RIGHT:
         mask = LowerTriangularFromBottomRightMask()
-    inputs = Inputs(query, key, value, mask, 0.0, scale)
+    inputs = Inputs(query, key, value, mask, p, scale)
     if code == CUDA_ERROR:
         return RuntimeError(
-            f"The kernel of memory_efficient_attention failed: {message}\n{inputs}\n"
+            f"The {'backward ' if backward else ''}kernel of memory_efficient_attention failed: "
+            f"{message}\n{inputs}\n"
             "An earlier, asynchronous error may be reported here: CUDA_LAUNCH_BLOCKING=1 shows "
             "where it comes from."
         )
     if code == UNSUPPORTED:
-        return NotImplementedError(dispatch.no_operator_text(inputs, message))
-    forced = f" (variant {variant!r}, from op= or MEMEFF_FORCE_VARIANT)" if variant else ""
+        return NotImplementedError(dispatch.no_operator_text(inputs, message, backward))
+    setting = "MEMEFF_FORCE_BACKWARD_VARIANT" if backward else "MEMEFF_FORCE_VARIANT"
+    forced = f" (variant {variant!r}, from op= or {setting})" if variant else ""
     return ValueError(f"{message}{forced}\n{inputs}")
 
 
@@ -266,12 +275,14 @@ def _forward_cpu(
     tf32: bool,
     need_lse: bool,
     variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_inputs(query, key, value, attn_bias)
     if query.dtype not in dispatch.DTYPES:
-        raise _error((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant)
+        raise error_of((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant, p)
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        out, lse = cpu.forward(query, key, value, attn_bias, scale, causal)
+        out, lse = cpu.forward(query, key, value, attn_bias, scale, causal, p, seed)
     return out, lse if need_lse else query.new_empty((0,), dtype=torch.float32)
 
 
@@ -285,44 +296,15 @@ def _forward_fake(
     tf32: bool,
     need_lse: bool,
     variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_inputs(query, key, value, attn_bias)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(lse_shape(query) if need_lse else (0,), dtype=torch.float32)
 
 
-def _backward_missing(grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    raise NotImplementedError(NO_BACKWARD)
-
-
-_library.impl("forward", _forward_cuda, "CUDA")
-_library.impl("forward", _forward_cpu, "CPU")
-_library.impl("backward_missing", _backward_missing, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff_attn::forward", _forward_fake, lib=_library)
-torch.library.register_fake(
-    "memeff_attn::backward_missing",
-    lambda grad, inputs: [torch.empty_like(x) for x in inputs],
-    lib=_library,
-)
+library.impl("forward", _forward_cuda, "CUDA")
+library.impl("forward", _forward_cpu, "CPU")
+torch.library.register_fake("memeff_attn::forward", _forward_fake, lib=library)
 forward = torch.ops.memeff_attn.forward.default
-
-
-class Forward(torch.autograd.Function):
-    """The operator where a gradient may be asked for later."""
-
-    # Not the setup_context form: torch binds its arguments by signature, 20 us a call.
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = forward(*arguments)
-        ctx.save_for_backward(*arguments[:4])
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any = None) -> Any:
-        saved = ctx.saved_tensors
-        grads = iter(
-            torch.ops.memeff_attn.backward_missing(grad, [x for x in saved if x is not None])
-        )
-        return (*(None if x is None else next(grads) for x in saved), None, None, None, None, None)

@@ -1,0 +1,193 @@
+"""What joins the operators forward and backward: autograd, and the count of their operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import backward, ops
+
+# Arguments of apply: those of ops.forward, but need_lse (always) and with the backward's kernel:
+# query, key, value, attn_bias, scale, causal, tf32, variant, backward_variant, p, seed.
+_SETTINGS = 7  # of them need no gradient
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    variant: str,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """With the log-sum-exp, which the backward pass needs."""
+    direct = ops.goes_direct(query, key, value, attn_bias)
+    call: Any = ops.forward_cuda if direct else ops.forward
+    result: tuple[Tensor, Tensor] = call(
+        query, key, value, attn_bias, scale, causal, tf32, True, variant, p, seed
+    )
+    return result
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> Any:
+    query, key, value, attn_bias, out, lse, seed = ctx.saved_tensors
+    scale, causal, tf32, variant, p = ctx.settings
+    needs = [bool(need) for need in ctx.needs_input_grad[:4]]
+    call: Any = backward.backward
+    if torch.compiler.is_compiling():
+        pass
+    elif torch.is_grad_enabled():  # create_graph=True, or torch.func.grad
+        call = _Backward.apply
+    elif (
+        type(grad_out) is Tensor
+        and not grad_out.is_neg()
+        and ops.goes_direct(query, key, value, attn_bias)
+    ):
+        call = backward.backward_cuda
+    grads = call(
+        grad_out, query, key, value, attn_bias, out, lse, scale, causal, tf32, needs, variant, p,
+        seed,
+    )  # fmt: skip
+    wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    return (*wanted, *(None,) * _SETTINGS)
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients where a gradient of them may be asked for: an error then, not zeros."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> backward.Gradients:
+        grads: backward.Gradients = backward.backward(*arguments)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: backward.Gradients) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "memory_efficient_attention has no gradient of its gradient. Use "
+            "torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where create_graph=True is needed."
+        )
+
+
+class Forward(torch.autograd.Function):
+    """The operator where a gradient may be asked for later. Not differentiable twice."""
+
+    # Not the setup_context form: torch binds its arguments by signature, 20 us a call.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        scale: float,
+        causal: int,
+        tf32: bool,
+        variant: str,
+        backward_variant: str,
+        p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = query, key, value, attn_bias
+        out, lse = _forward(*tensors, scale, causal, tf32, variant, p, seed)
+        ctx.save_for_backward(*tensors, out, lse, seed)
+        ctx.settings = scale, causal, tf32, backward_variant, p
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Any = None) -> Any:
+        return _backward(ctx, grad_out)
+
+
+class FunctionalForward(torch.autograd.Function):
+    """The same under torch.func.grad, vmap and their like, which take this form only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        scale: float,
+        causal: int,
+        tf32: bool,
+        variant: str,
+        backward_variant: str,
+        p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return _forward(query, key, value, attn_bias, scale, causal, tf32, variant, p, seed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = inputs
+        out, lse = output
+        ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed)
+        ctx.settings = scale, causal, tf32, backward_variant, p
+        ctx.mark_non_differentiable(lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Any = None) -> Any:
+        return _backward(ctx, grad_out)
+
+
+def differentiable(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), of which out may be asked for gradients."""
+    function: Any = Forward
+    if torch.compiler.is_compiling():  # Dynamo takes no tensor twice
+        if key is query:
+            key = key.view_as(key)
+        if value is query or value is key:
+            value = value.view_as(value)
+    elif ops.transform() is not None:
+        function = FunctionalForward
+    result: tuple[Tensor, Tensor] = function.apply(query, key, value, *arguments)
+    return result
+
+
+# ---- torch.utils.flop_counter: every score, as for torch's own attention ----
+
+
+def _products(query: torch.Size, key: torch.Size, widths: int) -> int:
+    """Operations of products over [B, H, M, N] whose other dimensions sum to `widths`."""
+    heads = math.prod(query[2:-1])
+    return 2 * query[0] * heads * query[1] * key[1] * widths
+
+
+@register_flop_formula(ops.forward.overloadpacket)
+def _forward_flop(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_: Any, **__: Any
+) -> int:
+    return _products(query_shape, key_shape, query_shape[-1] + value_shape[-1])
+
+
+@register_flop_formula(backward.backward.overloadpacket)
+def _backward_flop(
+    grad_shape: torch.Size,
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Scores, dQ and dK over K; dP and dV over Kv."""
+    return _products(query_shape, key_shape, 3 * query_shape[-1] + 2 * value_shape[-1])
