@@ -36,6 +36,7 @@ def test_signatures() -> None:
         parameters = inspect.signature(call).parameters
         assert list(parameters) == [
             "query", "key", "value", "attn_bias", "p", "scale", "op", "output_dtype",
+            *(["seed"] if call is with_lse else []),
         ]  # fmt: skip
         defaults = {name: x.default for name, x in parameters.items()}
         assert defaults["p"] == 0.0
@@ -43,12 +44,21 @@ def test_signatures() -> None:
         assert all(
             parameters[x].kind is inspect.Parameter.KEYWORD_ONLY for x in ("op", "output_dtype")
         )
+    assert list(inspect.signature(memeff_attn.memory_efficient_attention_backward).parameters) == [
+        "grad", "output", "lse", "query", "key", "value", "attn_bias", "p", "scale", "op", "seed",
+    ]  # fmt: skip
     for name in memeff_attn.__all__:
         assert hasattr(memeff_attn, name)
 
 
 def test_docstrings_have_their_parts() -> None:
-    for call in (attention, memeff_attn.explain, memeff_attn.reference.attention):
+    for call in (
+        attention,
+        memeff_attn.memory_efficient_attention_backward,
+        memeff_attn.explain,
+        memeff_attn.reference.attention,
+        memeff_attn.reference.attention_backward,
+    ):
         parts = ["Shapes", "Dtypes", "Args", "Memory", "Raises", "Source"]
         text = inspect.getdoc(call) or ""
         places = [text.find(part) for part in parts]
@@ -148,12 +158,13 @@ def test_autocast(device: str) -> None:
         attention(q, low[1], low[2])
 
 
-# ---- gradients: not yet, never silently ----
+# ---- gradients ----
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 @pytest.mark.parametrize("call", CALLS)
-def test_backward_says_that_it_is_missing(device: str, which: int, call: Any) -> None:
+def test_gradient_of_one_input(device: str, which: int, call: Any) -> None:
+    """Of the one that requires it, and no work for the others (B48l)."""
     tensors = [*make(device, 4, torch.float32), torch.randn(1, 1, 33, 47, device=device)]
     plain = call(*tensors)
     tensors[which].requires_grad_()
@@ -162,8 +173,11 @@ def test_backward_says_that_it_is_missing(device: str, which: int, call: Any) ->
         assert torch.equal(result[1], plain[1]) and not result[1].requires_grad
         result, plain = result[0], plain[0]
     assert torch.equal(result, plain) and result.requires_grad
-    with pytest.raises(NotImplementedError, match=r"backward.*\[training\].*no_grad"):
-        result.sum().backward()
+    grad = torch.randn_like(result)
+    result.backward(grad)
+    expected = memeff_attn.reference.attention_backward(grad, *tensors)[which]
+    torch.testing.assert_close(tensors[which].grad, expected.float(), atol=1e-5, rtol=1e-4)
+    assert all(x.grad is None for i, x in enumerate(tensors) if i != which)
     with torch.no_grad():
         assert not attention(*tensors).requires_grad
 
@@ -172,8 +186,11 @@ def test_backward_says_that_it_is_missing(device: str, which: int, call: Any) ->
 
 
 def test_operator_attributes() -> None:
-    for op in dispatch.ALL_FW_OPS:
-        assert issubclass(op, AttentionFwOpBase) and op.NAME
+    assert all(issubclass(op, AttentionFwOpBase) for op in dispatch.ALL_FW_OPS)
+    assert all(issubclass(op, dispatch.AttentionBwOpBase) for op in dispatch.ALL_BW_OPS)
+    assert all(op.SUPPORTS_ATTN_BIAS_GRAD for op in dispatch.ALL_BW_OPS)
+    for op in (*dispatch.ALL_FW_OPS, *dispatch.ALL_BW_OPS):
+        assert op.NAME
         assert {torch.float16, torch.bfloat16, torch.float32} == op.SUPPORTED_DTYPES
         for name in (
             "OPERATOR_CATEGORY", "SUPPORTED_DEVICES", "SUPPORTED_MAX_K", "SUPPORTED_MIN_K",
@@ -312,5 +329,5 @@ def test_host_cost_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def cost(function: Any) -> float:
         return min(timeit.repeat(function, number=2000, repeat=15))
 
-    assert attention_module._attention.__code__.co_argcount == 9
+    assert attention_module._attention.__code__.co_argcount == 10
     assert cost(lambda: attention(q, k, v, mask)) < 60 * cost(trivial)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import memeff_attn
-from memeff_attn import dispatch, ops
+from memeff_attn import autograd, dispatch, ops
 from memeff_attn.attn_bias import BlockDiagonalMask, LowerTriangularMask
-from memeff_attn.dispatch import ChainedFwOp, CpuFwOp, Inputs
+from memeff_attn.dispatch import ChainedBwOp, ChainedFwOp, CpuBwOp, CpuFwOp, Inputs
 
 attention = memeff_attn.memory_efficient_attention
 CALLS = [
@@ -125,8 +125,6 @@ def test_scale_of_other_number_types() -> None:
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     "float64": (lambda: attention(*(x.double() for x in qkv())), r"dtype is torch.float64"),
-    "dropout": (lambda: attention(*qkv(), p=0.1), r"p is 0.1: dropout comes with \[training\]"),
-    "p is 1": (lambda: attention(*qkv(), p=1.0), r"p is 1.0"),
     "output_dtype": (
         lambda: attention(*qkv(), output_dtype=torch.float16),
         r"output_dtype is torch.float16",
@@ -179,11 +177,58 @@ def test_named_operators() -> None:
         assert torch.equal(attention(*inputs, op=op), expected)
     with pytest.raises(ValueError, match=r"(?s)Operator chained.*device is cpu, it takes cuda"):
         attention(*inputs, op=ChainedFwOp)
-    with pytest.raises(ValueError, match=r"(?s)Operator cpu.*p is 0.5"):
-        attention(*inputs, p=0.5, op=CpuFwOp)
-    for op in (int, "chained", 3, (int, None), ops.Forward):
+    for op in (int, "chained", 3, (int, None), autograd.Forward, CpuBwOp):
         with pytest.raises(ValueError, match=r"op must be a forward operator.*ChainedFwOp"):
             attention(*inputs, op=op)
+
+
+def test_named_backward_operators() -> None:
+    inputs = [x.requires_grad_() for x in qkv()]
+    (expected,) = torch.autograd.grad(attention(*inputs).sum(), inputs[0])
+    for op in ((CpuFwOp, CpuBwOp), (None, CpuBwOp()), (None, CpuBwOp)):
+        (grad,) = torch.autograd.grad(attention(*inputs, op=op).sum(), inputs[0])
+        assert torch.equal(grad, expected)
+    with pytest.raises(ValueError, match=r"(?s)Operator chained_bwd.*device is cpu, it takes cuda"):
+        attention(*inputs, op=(None, ChainedBwOp))
+    with torch.no_grad():  # asks for no gradient
+        attention(*inputs, op=(None, ChainedBwOp))
+    with pytest.raises(ValueError, match=r"op must be a backward operator.*ChainedBwOp"):
+        attention(*inputs, op=(None, CpuFwOp))
+
+
+def test_dropout_without_a_state() -> None:
+    for call in CALLS[1:]:
+        with pytest.raises(NotImplementedError, match=r"p is 0.5.*no dropout state.*new_seed"):
+            call(*qkv(), p=0.5)
+    for p in (-0.1, 1.1, float("nan")):
+        for call in CALLS:
+            with pytest.raises(ValueError, match="expected 0 <= p <= 1"):
+                call(*qkv(), p=p)
+    with pytest.raises(ValueError, match="p must be a number"):
+        attention(*qkv(), p=torch.tensor(0.5))
+    with pytest.raises(ValueError, match="seed must be int64"):
+        CALLS[2](*qkv(), p=0.5, seed=torch.zeros(2))
+
+
+def test_backward_call_refuses_what_disagrees() -> None:
+    inputs = qkv()
+    out, lse = CALLS[2](*inputs)
+    backward = memeff_attn.memory_efficient_attention_backward
+    for arguments, text in (
+        ((out[:, :4], out, lse), "grad must have shape"),
+        ((out.half(), out, lse), "grad must have shape"),
+        ((out, out[..., :4], lse), "output must have shape"),
+        ((out, out, lse[..., :4]), "lse must have shape"),
+        ((out, out, lse.half()), "lse must have shape"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            backward(*arguments, *inputs)
+    with pytest.raises(ValueError, match="one length N"):
+        backward(out, out, lse, *inputs[:2], inputs[2][:, :3])
+    with pytest.raises(ValueError, match="op must be a backward operator"):
+        backward(out, out, lse, *inputs, op=CpuFwOp)
+    with pytest.raises(NotImplementedError, match="no dropout state"):
+        backward(out, out, lse, *inputs, p=0.5)
 
 
 def test_unknown_variant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +292,11 @@ def test_launch(launches: Launches, rank: int, width: int) -> None:
     assert seen[0] is not None and [x.data_ptr() for x in seen[:3]] == [
         x.data_ptr() for x in (q, k, v)
     ]
-    assert seen[3] is None and seen[6:10] == (0.5, 1, False, "")
+    assert seen[3] is None and seen[6:12] == (None, 0.5, 0.0, 1, False, "")
     attention(q, k, v, torch.zeros(5, 7))
     seen = launches.calls[-1]
     assert seen[3].dim() == rank and seen[5] is None
-    assert seen[6] == pytest.approx(8**-0.5)
+    assert seen[7] == pytest.approx(8**-0.5)
 
 
 def test_only_the_strided_tensor_is_copied(launches: Launches) -> None:
@@ -296,7 +341,7 @@ def test_failures_become_exceptions(launches: Launches, monkeypatch: pytest.Monk
     monkeypatch.setenv("MEMEFF_FORCE_VARIANT", "nonesuch")
     with pytest.raises(ValueError, match="no kernel variant is named"):
         attention(*qkv())
-    assert launches.calls[-1][9] == "nonesuch"
+    assert launches.calls[-1][11] == "nonesuch"
     with pytest.raises(NotImplementedError, match=r"torch.float64"):
         attention(*(x.double() for x in qkv((0, 5, 4, 8), (0, 7, 4, 8), (0, 7, 4, 8))))
 
@@ -357,13 +402,14 @@ def test_scalars_where_torch_has_no_exchange() -> None:
     launch = ops._by_scalars(lambda *arguments: seen.append(arguments))
     q, k, v = (x.half() for x in qkv())
     out = torch.empty_like(q)
-    assert launch(q, k[:, :, :2], v, None, out, None, 0.5, 1, True, "name", 3) is None
+    rest = (None, 0.5, 0.0, 1, True, "name", 3)
+    assert launch(q, k[:, :, :2], v, None, out, None, *rest) is None
     (arguments,) = seen
     assert arguments[0] == (q.data_ptr(), 0, (2, 5, 4, 8), (160, 32, 8, 1))
     assert arguments[1] == (k.data_ptr(), 0, (2, 7, 2, 8), (224, 32, 8, 1))
     assert arguments[3] is None and arguments[5] is None
-    assert arguments[6:] == (0.5, 1, True, "name", 3, -1)
-    refused = launch(q, torch.empty(1, device="meta"), v, None, out, None, 0.5, 1, True, "", 3)
+    assert arguments[6:] == (*rest, -1)
+    refused = launch(q, torch.empty(1, device="meta"), v, None, out, None, *rest)
     assert refused is not None and refused[0] == ops.INVALID
 
 
@@ -374,7 +420,9 @@ def test_explain() -> None:
     q, k, v = qkv()
     assert "flash kernel" in memeff_attn.explain(q, k, v)
     assert "blockwise" in memeff_attn.explain(q, k, v[..., :4])
-    assert "p is 0.5" in memeff_attn.explain(q, k, v, p=0.5)
+    assert "no dropout" in memeff_attn.explain(q, k, v, p=0.5)
+    assert "chosen: cpu_bwd" in memeff_attn.explain(q, k, v, backward=True)
+    assert "does not run on the CPU" in memeff_attn.explain(q, k, v, op=ChainedBwOp, backward=True)
     assert "does not run on the CPU" in memeff_attn.explain(q, k, v, op=ChainedFwOp)
     assert "does not run on a GPU" in memeff_attn.explain(q, k, v, op=CpuFwOp, device="sm_80")
     with pytest.raises(ValueError, match="one length N"):
@@ -393,5 +441,7 @@ def test_inputs() -> None:
     assert d.get_output_dtype() == torch.float32
     assert CpuFwOp.supports(d) and not ChainedFwOp.supports(d)
     assert dispatch._dispatch_fw(d) is CpuFwOp
-    with pytest.raises(NotImplementedError, match="No operator found"):
-        dispatch._dispatch_fw(Inputs(q, k, v, p=0.5))
+    assert dispatch._dispatch_bw(d) is CpuBwOp
+    for choose in (dispatch._dispatch_fw, dispatch._dispatch_bw):
+        with pytest.raises(NotImplementedError, match="No operator found"):
+            choose(Inputs(q, k, v, output_dtype=torch.float16))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memeff_attn
-from memeff_attn import ops
+from memeff_attn import backward, ops
 from memeff_attn.attn_bias import (
     CAUSAL_BOTTOM_RIGHT,
     CAUSAL_TOP_LEFT,
@@ -20,6 +20,7 @@ from memeff_attn.attn_bias import (
     LowerTriangularMask,
 )
 from memeff_attn.dispatch import ChainedFwOp, CpuFwOp, variant
+from memeff_attn.dropout import new_seed
 
 attention = memeff_attn.memory_efficient_attention
 with_lse = memeff_attn.memory_efficient_attention_forward_requires_grad
@@ -161,7 +162,7 @@ def test_errors_inside_a_graph() -> None:
     for function, arguments, error, text in (
         (attention, (q, k, v[:, :3]), ValueError, "one length N"),
         (attention, (q, k.half(), v), ValueError, "must have one dtype"),
-        (lambda *x: attention(*x, p=0.5), (q, k, v), NotImplementedError, "dropout comes with"),
+        (lambda *x: with_lse(*x, p=0.5), (q, k, v), NotImplementedError, "no dropout state"),
         (lambda *x: attention(*x, op=ChainedFwOp), (q, k, v), ValueError, "it takes cuda"),
     ):
         with pytest.raises(Exception, match=text):
@@ -188,15 +189,41 @@ def test_a_forced_kernel_in_a_graph() -> None:
 
 
 def test_a_gradient_asked_of_a_graph() -> None:
-    """Forward compiles whole; backward says at run time what is missing."""
+    """Forward and backward compile whole, for one input and for all, the same tensor twice too."""
     qkv = make("cpu")
-    for which in range(3):
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v).sin()
+
+    for which in ([0], [1], [2], [0, 1, 2]):
         tensors = [x.clone() for x in qkv]
-        tensors[which].requires_grad_()
-        out = whole(lambda q, k, v: attention(q, k, v).sin())(*tensors)
-        assert torch.equal(out, attention(*qkv).sin())
-        with pytest.raises(NotImplementedError, match=r"\[training\]"):
-            out.sum().backward()
+        wanted = [tensors[i].requires_grad_() for i in which]
+        out = whole(function)(*tensors)
+        assert torch.equal(out, function(*qkv))
+        expected = torch.autograd.grad(function(*tensors).sum(), wanted)
+        for mine, other in zip(torch.autograd.grad(out.sum(), wanted), expected, strict=True):
+            assert torch.equal(mine, other) and mine.stride() == other.stride()
+    x = qkv[0].clone().requires_grad_()
+    (expected_x,) = torch.autograd.grad(function(x, x, x).sum(), x)
+    torch.testing.assert_close(
+        torch.autograd.grad(whole(function)(x, x, x).sum(), x)[0], expected_x
+    )
+
+
+def test_dropout_in_a_graph() -> None:
+    """The seed is drawn in the graph, outside the operator; backward uses the same one."""
+    qkv = [x.requires_grad_() for x in make("cpu")]
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, LowerTriangularMask(), 0.3)
+
+    results = []
+    for call in (function, whole(function)):
+        torch.manual_seed(7)
+        out = call(*qkv)
+        results.append((out, *torch.autograd.grad(out.sum(), qkv)))
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.gpu
@@ -251,6 +278,21 @@ def test_opcheck(device: str) -> None:
         torch.library.opcheck(torch.ops.memeff_attn.forward.default, arguments)
 
 
+def test_opcheck_of_backward(device: str) -> None:
+    seed = new_seed(device)
+    for i, arguments in enumerate(op_arguments(device)):
+        q, k, v, bias, scale, causal = arguments[:6]
+        for p in (0.0, 0.3):
+            dropout = (p, seed if p else None)
+            out, lse = ops.forward(*arguments[:7], True, "", *dropout)
+            needs = [True, i % 2 == 0, i % 3 != 0, bias is not None]
+            given = (torch.randn_like(out), q, k, v, bias, out, lse)
+            torch.library.opcheck(
+                torch.ops.memeff_attn.backward.default,
+                (*given, scale, causal, False, needs, "", *dropout),
+            )
+
+
 def layouts(device: str) -> Iterator[tuple[str, tuple[Tensor, Tensor, Tensor]]]:
     for rank, dtype in itertools.product((3, 4, 5), DTYPES):
         for rows, width in itertools.product((0, 1, 9), (16, 5)):
@@ -283,11 +325,35 @@ def test_fake_equals_real(device: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_fake_gradients_equal_real(device: str) -> None:
+    """Contiguous whatever the inputs' strides; [0] where not needed (B18, B31)."""
+    wrong = []
+    for name, qkv in layouts(device):
+        out, lse = ops.forward(*qkv, None, 0.25, 0, False, True, "")
+        for needs in ([True, True, True, False], [False, True, False, False]):
+            tensors = (torch.ones_like(out), *qkv, None, out, lse)
+            settings = (0.25, 0, False, needs, "")
+            real = backward.backward(*tensors, *settings)
+            with FakeTensorMode() as mode:
+                given = [None if x is None else mode.from_tensor(x) for x in tensors]
+                fake = backward.backward(*given, *settings)
+            if list(map(facts, real)) != list(map(facts, fake)):
+                wrong.append(f"{name}: {list(map(facts, real))} != {list(map(facts, fake))}")
+            for grad, x, needed in zip(real, qkv, needs, strict=False):
+                assert grad.shape == (x.shape if needed else (0,)) and grad.is_contiguous()
+    assert not wrong, "\n".join(wrong)
+
+
 def test_gpu_implementation_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it allocates is what the fake promises."""
     monkeypatch.setattr(ops, "_launch", lambda *arguments: None)
+    monkeypatch.setattr(backward, "_launch", lambda *arguments: None)
     monkeypatch.setattr(ops, "_current_stream", None)
     for name, qkv in layouts("cpu"):
+        out, lse = ops._forward_fake(*qkv, None, 0.25, 0, False, True, "")
+        given = (out, *qkv, None, out, lse, 0.25, 0, False, [True, True, False, False], "")
+        real, fake = backward.backward_cuda(*given), backward._backward_fake(*given)
+        assert list(map(facts, real)) == list(map(facts, fake)), name
         for need_lse in (False, True):
             arguments = (None, 0.25, 0, False, need_lse, "")
             real = ops._forward_cuda(*qkv, *arguments)
@@ -317,12 +383,27 @@ def test_vmap(device: str) -> None:
             assert torch.equal(out, attention(*one))
 
 
-def test_checkpointing_keeps_its_message() -> None:
-    q, k, v = make("cpu")
-    q.requires_grad_()
-    out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
-    with pytest.raises(NotImplementedError, match=r"\[training\]"):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(device: str, reentrant: bool) -> None:
+    """The mask of the recomputed forward pass is that of the first (B48k)."""
+    q, k, v = (x.requires_grad_() for x in make(device))
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        if checkpointed:
+            out = torch.utils.checkpoint.checkpoint(
+                attention, q, k, v, None, 0.3, use_reentrant=reentrant
+            )
+        else:
+            out = attention(q, k, v, None, 0.3)
+        results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))) if not reentrant else out)
+    if reentrant:  # which allows backward() only
+        plain, out = results
+        expected = torch.autograd.grad(plain.sum(), (q, k, v))
         out.sum().backward()
+        results = [(plain, *expected), (out, q.grad, k.grad, v.grad)]
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
 
 
 # ---- the short way around the dispatcher ----
