@@ -338,7 +338,7 @@ def _masks(dtype: str, thin: bool) -> list[BackwardCase]:
     sizes += () if thin else ((513, 512), (512, 513), (1024, 300), (300, 1024))
     turn = itertools.cycle((0.0, 0.25))
     return [
-        BackwardCase(dtype, B=4, M=m, N=n, H=3, K=k, mask=mask, bias=bias, p=next(turn))
+        BackwardCase(dtype, M=m, N=n, K=k, mask=mask, bias=bias, p=next(turn))
         for (m, n), k, mask, bias in itertools.product(
             sizes, (64,) if thin else (64, 33), ("top_left", "bottom_right"), ("", "11mn", "b1m1")
         )

@@ -6,10 +6,11 @@
     dQ = scale * dS K;  dK = scale * dS^T Q;  dBias = dS summed over what the bias broadcasts.
 
 `eager` is what a user would write: PyTorch's autograd through matmul and softmax in one dtype, with
-rows that see no key taken out before the softmax. In fp32 the baseline is the worse of that and
-`recomputed`, the contract's own form in plain fp32: autograd's softmax reuses the very dP it
-subtracts, so that its rounding errors cancel where few keys are visible; with delta taken from out,
-as in every attention without an M x N matrix, they do not. None uses anything of memeff_attn."""
+rows that see no key taken out before the softmax. The baseline of the rule is the worse of that and
+`recomputed`, the contract's own form in plain fp32 with out rounded once: autograd's softmax
+reuses the very dP it subtracts, so that its rounding errors cancel where few keys are visible; with
+delta taken from out, as in every attention without an M x N matrix, they do not. None uses anything
+of memeff_attn."""
 
 from __future__ import annotations
 
@@ -252,7 +253,8 @@ def recomputed(
     *,
     in_tf32: bool = False,
 ) -> Four:
-    """Gradients in fp32 as the contract defines them: P = exp(S - LSE), delta = rowsum(dO * out)."""
+    """Gradients in fp32 as the contract defines them: P = exp(S - LSE), delta = rowsum(dO * out),
+    out in the query's dtype."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     heads = head_count(query)
     product = _Tf32Matmul.apply if in_tf32 else torch.matmul
@@ -264,7 +266,8 @@ def recomputed(
     dropped, dp = p, product(g, v.transpose(-1, -2))
     if drop is not None:
         dropped, dp = (x.masked_fill(~drop.keep, 0) * drop.scale for x in (p, dp))
-    delta = (g * product(dropped, v)).sum(-1, keepdim=True)
+    out = product(dropped, v).to(query.dtype).float()
+    delta = (g * out).sum(-1, keepdim=True)
     ds = p * (dp - delta)
     dk, dv = (product(x.transpose(-1, -2), y) for x, y in ((ds, q), (dropped, g)))
     four = [to_input(product(ds, k) * scale, query), to_input(dk * scale, key), to_input(dv, value)]
@@ -300,10 +303,9 @@ def check(
     exact = oracle(*inputs)
     in_tf32 = query.dtype == torch.float32 and query.is_cuda and tf32_allowed()
     rounded = eager(*inputs, dtype=torch.float32, in_tf32=in_tf32)
-    if query.dtype == torch.float32:
-        others = recomputed(*inputs, in_tf32=in_tf32)
-        rounded = tuple(map(_worse, rounded, others, exact.gradients))  # type: ignore[assignment]
     plain = rounded if query.dtype == torch.float32 else eager(*inputs, dtype=query.dtype)
+    others = recomputed(*inputs, in_tf32=in_tf32)
+    plain, rounded = (tuple(map(_worse, x, others, exact.gradients)) for x in (plain, rounded))
     for i, (name, input_) in enumerate(zip(NAMES, (query, key, value, bias), strict=True)):
         got = mine[i]
         if got is None or input_ is None:
