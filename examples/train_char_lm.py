@@ -172,6 +172,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     losses: list[Tensor] = []
+    shown = ""
     model.train()
     with progress(steps, label) as advance:
         for step in range(steps):
@@ -183,9 +184,9 @@ def train(
             optimizer.step()
             warm_up.step()
             losses.append(loss.detach())
-            # Reading a loss waits for the GPU: now and then is enough.
-            shown = step - step % 10
-            advance(f"loss {float(losses[shown]):.3f}")
+            if step % 10 == 0:  # reading a loss waits for the GPU
+                shown = f"loss {float(losses[-1]):.3f}"
+            advance(shown)
     return [float(x) for x in losses]
 
 
