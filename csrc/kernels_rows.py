@@ -86,7 +86,7 @@ class Gradient:
 QK = {"resident": "ResidentQk<{}>", "streamed": "StreamedQk<{}>", "compensated": "CompensatedQk"}
 BYTES = {"f16": 2, "bf16": 2, "f32": 4}
 BOTH = (False, True)
-NO_BIAS = (False,)
+NO_BIAS = PLAIN = (False,)
 BIAS = (True,)
 FEW_QUERIES: dict[str, Any] = {"max_m": 64, "max_blocks_per_sm": 3}
 
@@ -370,6 +370,52 @@ SIMT_FULL = [
     ),
 ]  # fmt: skip
 
+# Backward. Resident rows: one copy of each tile serves the scores and the output products.
+GRADIENTS_SM80_16 = [
+    Gradient(
+        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (33792, 33792), 32, blocks=(4, 3),
+        full_blocks=(3, 2), spills=BOTH,
+    ),
+    Gradient(
+        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (50176, 50176), 64, blocks=(3, 3),
+        full_blocks=(2, 2), spills=BOTH,
+    ),
+    Gradient(
+        "k128", (64, 64, 128), (32, 32, 64), "resident:128", (82944, 82944), 128, blocks=(2, 2),
+        spills=BOTH,
+    ),
+    # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
+    Gradient(
+        "k256", (64, 64, 256), (32, 16, 64), "resident:256", (214016, 0), 256, buffers=2, kinds=PLAIN
+    ),
+    Gradient("k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480, 0), 256, kinds=PLAIN),
+    Gradient("v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=BOTH),
+    Gradient("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN),
+    Gradient("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 91136), spills=BOTH),
+]  # fmt: skip
+GRADIENTS_SM80_16_UNALIGNED = [
+    Gradient(
+        "unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", (58368, 58368), alignment=1,
+        blocks=(2, 2), spills=BOTH,
+    ),
+]  # fmt: skip
+GRADIENTS_SM80_F32 = [
+    Gradient("k32", (64, 64, 32), (16, 64, 32), "resident:32", (66560, 66560), 32, blocks=(2, 2), spills=BOTH),
+    Gradient("k64", (64, 64, 64), (32, 32, 32), "resident:64", (99328, 99328), 64, blocks=(2, 2), spills=BOTH),
+    Gradient("k128", (64, 64, 128), (32, 16, 32), "resident:128", (164864, 0), 128, kinds=PLAIN),
+    Gradient("v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115712, 0), kinds=PLAIN),
+    Gradient("any", (64, 64, 64), (32, 32, 32), "streamed:3", (66560, 66560), alignment=1, spills=BOTH),
+]  # fmt: skip
+GRADIENTS_HMMA = [  # Turing and Volta
+    Gradient("v64", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), spills=BOTH),
+    Gradient(
+        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), alignment=1, spills=BOTH
+    ),
+]  # fmt: skip
+GRADIENTS_SIMT = [
+    Gradient("any", (64, 64, 64), (32, 32, 32), "streamed:2", (43520, 43520), alignment=1, spills=BOTH),
+]  # fmt: skip
+
 VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
@@ -394,6 +440,20 @@ VARIANTS: list[Variant] = [
     *variants(HMMA_FULL, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
     *variants(SIMT_FULL, "simt", "Simt<float>", "f32", (70, 79)),
     *variants(SIMT_FULL, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
+    *gradients(GRADIENTS_SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
+    *gradients(
+        GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)
+    ),
+    *gradients(GRADIENTS_SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
+    *gradients(
+        GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)
+    ),
+    *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
+    *gradients(GRADIENTS_HMMA, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
+    *gradients(GRADIENTS_HMMA, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
+    *gradients(GRADIENTS_SIMT, "simt", "Simt<float>", "f32", (70, 79)),
+    *gradients(GRADIENTS_SIMT, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
 ]
 
 

@@ -104,15 +104,9 @@ struct BackwardBlock : BackwardTile<Traits> {
       const Side loop = loop_side(at, head);
       FragmentS s, dp;
       this->multiply_resident(s, dp, buffer);
-      if constexpr (!Traits::kSharedB) {
-        __syncthreads();  // every warp has read the operands
-        this->reload_loop(loop, buffer);
-        cutlass::arch::cp_async_fence();
-      }
       this->weigh(s, dp, head, owner, loop);
       if constexpr (Traits::kSecond) this->store(s, Tile::out_a(smem.operands.p));
       if constexpr (Traits::kFirst) this->store(dp, Tile::out_a(smem.operands.ds));
-      if constexpr (!Traits::kSharedB) cutlass::arch::cp_async_wait<0>();
       __syncthreads();  // P and dS are there
       next_statistics(at + 1);
       if constexpr (Traits::kSecond) {

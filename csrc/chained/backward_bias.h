@@ -115,7 +115,9 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     }
   }
 
-  // Sums over the tile's rows, its columns or both; every row and column outside M x N has contributed 0.
+  // Sums over the tile's rows, its columns or both; every row and column outside M x N has contributed 0. Softmax does
+  // not change when a row's scores all move by the same amount, so a sum over all keys is 0 exactly, whatever rounding
+  // left of it; only NaN stays.
   CUTLASS_DEVICE void write_sums(FragmentS const& sum) const {
     GradBiasView const& bias = p.grad_bias;
     auto& tile = smem.last.tile;
@@ -145,13 +147,13 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       if (thread != 0) return;
       float total = 0.f;
       for (int column = 0; column < kTileN; ++column) total += tile[0][column];
-      write(0, 0, total);
+      write(0, 0, total - total);
     } else {
       for (int row = thread; row < kTileM; row += Traits::kThreads) {
         float total = 0.f;
         for (int column = 0; column < kTileN; ++column) total += tile[row][column];
         const int at = own.query_tile * kTileM + row;
-        if (at < f.queries) write(at, 0, total);
+        if (at < f.queries) write(at, 0, total - total);
       }
     }
   }

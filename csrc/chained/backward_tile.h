@@ -15,9 +15,9 @@ struct BackwardArgs {
   uint32_t blocks;       // size of the grid
   uint32_t owner_heads;  // query heads, or key heads where keys own
   uint32_t owner_tiles, loop_tiles;
-  uint32_t slabs;   // column slabs of the output
-  uint32_t splits;  // parts of the loop
-  float exponent;   // scale * log2(e)
+  uint32_t slabs;                // column slabs of the output
+  uint32_t splits;               // parts of the loop
+  float exponent, exponent_low;  // scale * log2(e) in two parts
   bool bias_pairs;
 };
 
@@ -83,15 +83,17 @@ struct BackwardTile {
   CUTLASS_DEVICE void load_statistics(Head const& at, int row0) const {
     for (int i = thread; i < Traits::kStatRows; i += Traits::kThreads) {
       const int row = row0 + i;
-      float lse = -negative_infinity(), delta = 0.f;
+      float lse = -negative_infinity(), low = 0.f, delta = 0.f;
       if (row < f.queries) {
         const float natural = f.lse.data[head_offset(f.lse, at.batch, at.group, at.member) + row];
         if (natural != negative_infinity()) {
-          lse = Traits::kNatural ? natural : natural * kLog2e;
+          lse = Traits::kBias ? natural : natural * kLog2e;
+          if (Traits::kPrecise) low = __fmaf_rn(natural, kLog2e, -lse) + natural * kLog2eLow;
           delta = p.delta[offset(offset(at.batch, f.heads) + at.head, f.queries) + row];
         }
       }
       smem.lse[i] = lse;
+      if constexpr (Traits::kPrecise) smem.lse_low[i] = low;
       smem.delta[i] = delta;
     }
   }
@@ -104,17 +106,21 @@ struct BackwardTile {
     Traits::ProbabilityStore::store(x, operand.data(), operand.layout(), warp_row, warp_column, lane);
   }
 
-  CUTLASS_DEVICE static auto score_a(decltype(Traits::QkStorage::operand_A)& buffer) {
+  template <typename Buffer>
+  CUTLASS_DEVICE static auto score_a(Buffer& buffer) {
     return typename QkMma::Base::TensorRefA{buffer.data(), Traits::QkStorage::LayoutA()};
   }
-  CUTLASS_DEVICE static auto score_b(decltype(Traits::QkStorage::operand_B)& buffer) {
+  template <typename Buffer>
+  CUTLASS_DEVICE static auto score_b(Buffer& buffer) {
     return typename QkMma::Base::TensorRefB{buffer.data(), Traits::QkStorage::LayoutB()};
   }
-  CUTLASS_DEVICE static auto out_a(decltype(Traits::OutStorage::operand_A)& buffer) {
+  template <typename Buffer>
+  CUTLASS_DEVICE static auto out_a(Buffer& buffer) {
     return typename OutMma::Base::TensorRefA{buffer.data(), Traits::OutStorage::LayoutA()};
   }
   // The same bytes as score_b's, read as B of an output product.
-  CUTLASS_DEVICE static auto out_b(decltype(Traits::QkStorage::operand_B)& buffer) {
+  template <typename Buffer>
+  CUTLASS_DEVICE static auto out_b(Buffer& buffer) {
     return typename OutMma::Base::TensorRefB{buffer.data(), Traits::OutStorage::LayoutB()};
   }
 
@@ -131,18 +137,6 @@ struct BackwardTile {
     typename Traits::KeyLoader second(score_b(pair.second), thread);
     first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
     second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
-  }
-  // Where the layouts differ: the loop's operands again, as B of the output products.
-  CUTLASS_DEVICE void reload_loop(Side const& side, int buffer) const {
-    auto& pair = smem.operands.loop[buffer];
-    if constexpr (Traits::kFirst) {
-      typename Traits::ValueLoader first(out_b(pair.first), thread);
-      first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
-    }
-    if constexpr (Traits::kSecond) {
-      typename Traits::ValueLoader second(out_b(pair.second), thread);
-      second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
-    }
   }
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer) const {
     auto& pair = smem.operands.loop[buffer];
@@ -169,12 +163,12 @@ struct BackwardTile {
 
   // --- S -> P, dP -> dS ---
 
-  CUTLASS_DEVICE float weight(float s, float lse) const {
-    float t = !Traits::kNatural ? __fmaf_rn(s, args.exponent, -lse)
-              : Traits::kBias   ? s - lse
-                                : __fmaf_rn(s, f.scale, -lse);
+  CUTLASS_DEVICE float weight(float s, int statistic) const {
+    const float lse = smem.lse[statistic];
+    float t = Traits::kBias ? s - lse : __fmaf_rn(s, args.exponent, -lse);
+    if constexpr (Traits::kPrecise) t += __fmaf_rn(s, args.exponent_low, -smem.lse_low[statistic]);
     t = t > 0.f ? 0.f : t;  // P <= 1 whatever S rounds to (docs/decisions.md); NaN stays
-    return ptx::exp2_approx(Traits::kNatural ? t * kLog2e : t);
+    return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
   }
 
   CUTLASS_DEVICE void add_bias_to(FragmentS& s, Head const& at, Side const& owner, Side const& loop) const {
@@ -196,11 +190,11 @@ struct BackwardTile {
                              kOwnerKeys ? f.queries : f.keys);
   }
 
-  // Does every row of the owner see every row of the loop?
+  // Are all of both tiles' rows there, and does every query see every key?
   CUTLASS_DEVICE bool all_visible(Side const& owner, Side const& loop) const {
-    const int first_query = kOwnerKeys ? loop.row0 : owner.row0;
+    const int first_query = kOwnerKeys ? loop.row0 : owner.row0, queries = kOwnerKeys ? kTileN : kTileM;
     const int last_key = kOwnerKeys ? owner.row0 + kTileM : loop.row0 + kTileN;
-    return last_key <= see.limit(first_query);
+    return first_query + queries <= f.queries && last_key <= see.limit(first_query);
   }
 
   // s: raw products -> P, with dropped weights 0 where P is wanted; dp -> dS.
@@ -212,13 +206,14 @@ struct BackwardTile {
       const int statistic = kOwnerKeys ? column : row;
       float& x = s[Coord::index(i, j)];
       float& y = dp[Coord::index(i, j)];
-      float w = weight(x, smem.lse[statistic]);
+      float w = weight(x, statistic);
       if constexpr (Traits::kDropout) y = kept ? y * f.dropout.keep_scale : 0.f;
       float ds = w * (y - smem.delta[statistic]);
       if (masked) {
         const int query = kOwnerKeys ? loop.row0 + column : owner.row0 + row;
         const int key = kOwnerKeys ? owner.row0 + row : loop.row0 + column;
-        if (key >= see.limit(query)) w = ds = 0.f;
+        // By predicate, not by arithmetic: what lies beyond the ends may be anything (FAULTS B05, B42).
+        if (query >= f.queries || key >= see.limit(query)) w = ds = 0.f;
       }
       x = Traits::kDropout && !kept ? 0.f : w;
       y = ds;

@@ -51,12 +51,12 @@ struct BackwardTraits
   static_assert(!(kFirst && kSecond) || kResident, "streamed kernels write one gradient each");
   static_assert(!kResident || Chain::kValueTile == Qk_::kMaxK, "resident operands serve both kinds of products");
 
-  // 16-bit tensor-core layouts of a tile as B of the score products and as B of the output products are the same
-  // function (checked below), so one copy serves both; others are loaded again, in the other layout.
-  static constexpr bool kSharedB = kResident && sizeof(Element) == 2;
+  // One copy of a resident tile serves both products: the 16-bit layouts of a tile as B of the scores and as B of an
+  // output product are the same function (backward_tile.h checks it), fp32 reads it by TransposedOperand.
 
-  // fp32 and calls with a bias take the exponent in natural units: (x - lse) * log2(e) rounds relative to the result.
-  static constexpr bool kNatural = Chain::kBias || std::is_same<Element, float>::value;
+  // The exponent: x - lse in natural units with a bias, where x is a sum anyway; scale * log2(e) folded into one FFMA
+  // without; and for fp32 with the rounding errors of that factor and of lse * log2(e) added back.
+  static constexpr bool kPrecise = std::is_same<Element, float>::value && !Chain::kBias;
 
   using QkStorage = typename QkMma::Base::SharedStorage;
   using OutStorage = typename OutMma::Base::SharedStorage;

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "chained/transposed_operand.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/threadblock/mma_base.h"
 
@@ -28,7 +29,9 @@ struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragment
 // first and is added to the accumulator by FADD: one truncation at full magnitude a step (measured in
 // docs/performance.md).
 // kChunk > 0: so many stages are summed from zero, then added (SIMT: a long running sum rounds at every product).
-template <typename Core, int kStages, int kAhead, bool kSplitFp32, int kChunk = 0>
+// kTransposedB > 0 (fp32): B lies as operand B of another ResidentMma, kTransposedB elements a row
+// (transposed_operand.h).
+template <typename Core, int kStages, int kAhead, bool kSplitFp32, int kChunk = 0, int kTransposedB = 0>
 class ResidentMma
     : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
  public:
@@ -51,6 +54,9 @@ class ResidentMma
       : ResidentMma(*reinterpret_cast<typename Base::SharedStorage*>(a.data()), thread, warp, lane) {
     this->warp_tile_iterator_B_ = typename Operator::IteratorB(b, lane);
     this->warp_tile_iterator_B_.add_tile_offset({0, warp / WarpCount::kM});
+    b_ = b.data();
+    column0_ = warp / WarpCount::kM * Operator::Shape::kN;
+    lane_ = lane;
   }
 
   // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of kGroupK must
@@ -71,10 +77,22 @@ class ResidentMma
   using FragmentA = typename Operator::FragmentA;
   using FragmentB = typename Operator::FragmentB;
 
+  // For kTransposedB.
+  typename Operator::ElementB const* b_ = nullptr;
+  int column0_ = 0, lane_ = 0;
+
+  CUTLASS_DEVICE auto operand_b() const {
+    if constexpr (kTransposedB > 0) {
+      return TransposedOperand<FragmentB, Operator::Shape::kN, kTransposedB>(b_, column0_, lane_);
+    } else {
+      return this->warp_tile_iterator_B_;
+    }
+  }
+
   template <bool kWhole>
   CUTLASS_DEVICE void multiply(FragmentC& acc, int depth) const {
     auto a = this->warp_tile_iterator_A_;
-    auto b = this->warp_tile_iterator_B_;
+    auto b = operand_b();
     FragmentA frag_a[2];
     FragmentB frag_b[2];
     if (kAhead) load(a, b, frag_a[0], frag_b[0], 0);
@@ -89,7 +107,7 @@ class ResidentMma
 
   CUTLASS_DEVICE void multiply_chunks(FragmentC& acc, int depth) const {
     auto a = this->warp_tile_iterator_A_;
-    auto b = this->warp_tile_iterator_B_;
+    auto b = operand_b();
 #pragma unroll 1
     for (int chunk = 0; chunk < kStages; chunk += kChunk) {
       if (chunk * kGroupsPerStage * kGroupK >= depth) return;
@@ -110,7 +128,7 @@ class ResidentMma
   // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill.
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
     auto a = this->warp_tile_iterator_A_;
-    auto b = this->warp_tile_iterator_B_;
+    auto b = operand_b();
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
       CUTLASS_PRAGMA_UNROLL
@@ -124,8 +142,9 @@ class ResidentMma
     }
   }
 
-  CUTLASS_DEVICE static void load(typename Operator::IteratorA& a, typename Operator::IteratorB& b, FragmentA& frag_a,
-                                  FragmentB& frag_b, int group) {
+  template <typename IteratorB>
+  CUTLASS_DEVICE static void load(typename Operator::IteratorA& a, IteratorB& b, FragmentA& frag_a, FragmentB& frag_b,
+                                  int group) {
     a.set_kgroup_index(group % kGroupsPerStage);
     b.set_kgroup_index(group % kGroupsPerStage);
     a.load(frag_a);

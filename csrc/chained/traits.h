@@ -202,7 +202,10 @@ struct ForwardTraits {
   static constexpr int kPvStages = kTileN / kPvStep;
   static_assert(kTileN % kPvStep == 0, "stages of P and V must fill the key block");
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
-  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32, Arch::kPvChunk>;
+  // Backward, fp32: B of the output products is the resident tile that was B of the scores.
+  static constexpr int kTransposedB =
+      !Output::kForward && Qk::kResident && std::is_same<Element, float>::value ? Qk::kMaxK : 0;
+  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32, Arch::kPvChunk, kTransposedB>;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
   static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,

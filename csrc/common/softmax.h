@@ -14,6 +14,7 @@
 namespace memeff {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2eLow = 1.925963033e-8f;  // log2(e) - kLog2e
 constexpr float kLn2 = 0.6931471805599453f;
 
 CUTLASS_DEVICE float negative_infinity() { return -__int_as_float(0x7f800000); }
