@@ -50,7 +50,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=96, layers=2, heads=4, context=96, batch=16, steps=600),
+    "cpu": Size(width=96, layers=2, heads=4, context=96, batch=16, steps=500),
     "cuda": Size(width=512, layers=6, heads=8, context=1024, batch=32, steps=2000),
 }
 
