@@ -250,9 +250,9 @@ def kept_forward(inputs: Inputs, p: float, seed: Tensor, width: int) -> Tensor:
     for first in range(0, keys, width):
         value = eye[:keys, first : first + width, None].movedim(1, 2)
         value = value.expand(inputs.query.shape[0], keys, heads, width).contiguous()
-        given = dataclasses.replace(inputs, value=value)
+        given = dataclasses.replace(inputs, value=value.view(*inputs.key.shape[:-1], width))
         out, _, _ = by_operators(given, inputs.query, p, seed, "")
-        parts.append(out)
+        parts.append(out.reshape(value.shape[0], -1, heads, width))
     return (torch.cat(parts, -1)[..., :keys] != 0).transpose(1, 2)
 
 
@@ -265,9 +265,10 @@ def kept_backward(inputs: Inputs, p: float, seed: Tensor) -> Tensor:
     for first in range(0, rows, width):
         grad_out = eye[:rows, first : first + width, None].movedim(1, 2)
         grad_out = grad_out.expand(inputs.query.shape[0], rows, heads, width).contiguous()
+        grad_out = grad_out.view(*inputs.query.shape[:-1], width)
         _, _, four = by_operators(inputs, grad_out, p, seed, "v")
         assert four[2] is not None
-        parts.append(four[2])
+        parts.append(four[2].reshape(grad_out.shape[0], -1, heads, width))
     return (torch.cat(parts, -1)[..., :rows] != 0).permute(0, 2, 3, 1)
 
 
@@ -279,7 +280,7 @@ def check_identity(
     inputs = cases.make(case, device)
     seed = new_seed(number, device)
     drop = drop_of(inputs, case.p, seed)
-    assert drop is not None and head_count(inputs.query) == inputs.key.shape[2]
+    assert drop is not None and head_count(inputs.query) == head_count(inputs.key)
     kept = drop.keep & visible(inputs)
     if drop.scale == 0:
         kept = torch.zeros_like(kept)
