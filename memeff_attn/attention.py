@@ -242,12 +242,12 @@ def _attention(
         p = float(p)
         state = _seed(p, seed, query)
     tf32 = dtype == torch.float32 and dispatch.tf32_allowed()
-    if differentiable:
+    direct = not differentiable and ops.goes_direct(query, key, value, bias)
+    if differentiable or (not direct and autograd.hidden()):
         return autograd.differentiable(
             query, key, value, bias, scale, causal, tf32, variant, backward_variant, p, state
         )
-    call: Any  # two ways to the same result
-    call = ops.forward_cuda if ops.goes_direct(query, key, value, bias) else ops.forward
+    call: Any = ops.forward_cuda if direct else ops.forward  # the same result
     result: tuple[Tensor, Tensor] = call(
         query, key, value, bias, scale, causal, tf32, need_lse, variant, p, state
     )

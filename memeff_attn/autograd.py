@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +149,15 @@ class FunctionalForward(torch.autograd.Function):
         return _backward(ctx, grad_out)
 
 
+def hidden() -> bool:
+    """Whether tensors may need a gradient without saying so: inside torch.vmap."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and ops.transform() is not None
+    )
+
+
 def differentiable(
     query: Tensor, key: Tensor, value: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
@@ -162,6 +172,28 @@ def differentiable(
         function = FunctionalForward
     result: tuple[Tensor, Tensor] = function.apply(query, key, value, *arguments)
     return result
+
+
+# ---- torch.vmap: one call an entry, as each has its own dropout ----
+
+
+def _entry_by_entry(op: Any) -> Callable[..., Any]:
+    @torch.no_grad()  # gradients are FunctionalForward's
+    def batched(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        def entry(i: int) -> Any:
+            pairs = zip(arguments, in_dims, strict=True)
+            return op(*(x.select(d, i) if isinstance(d, int) else x for x, d in pairs))
+
+        results = [entry(i) for i in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return batched
+
+
+if hasattr(torch.library, "register_vmap"):  # torch >= 2.5; before, torch loops itself and warns
+    for _op in (ops.forward, backward.backward):
+        torch.library.register_vmap(_op, _entry_by_entry(_op), lib=ops.library)
 
 
 # ---- torch.utils.flop_counter: every score, as for torch's own attention ----

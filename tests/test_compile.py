@@ -383,29 +383,6 @@ def test_vmap(device: str) -> None:
             assert torch.equal(out, attention(*one))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(device: str, reentrant: bool) -> None:
-    """The mask of the recomputed forward pass is that of the first (B48k)."""
-    q, k, v = (x.requires_grad_() for x in make(device))
-    results = []
-    for checkpointed in (False, True):
-        torch.manual_seed(3)
-        if checkpointed:
-            out = torch.utils.checkpoint.checkpoint(
-                attention, q, k, v, None, 0.3, use_reentrant=reentrant
-            )
-        else:
-            out = attention(q, k, v, None, 0.3)
-        results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))) if not reentrant else out)
-    if reentrant:  # which allows backward() only
-        plain, out = results
-        expected = torch.autograd.grad(plain.sum(), (q, k, v))
-        out.sum().backward()
-        results = [(plain, *expected), (out, q.grad, k.grad, v.grad)]
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
-
-
 # ---- the short way around the dispatcher ----
 
 
