@@ -9,7 +9,7 @@ docs/performance.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -388,8 +388,12 @@ GRADIENTS_SM80_16 = [
     Gradient(
         "k256", (64, 64, 256), (32, 16, 64), "resident:256", (214016, 0), 256, buffers=2, kinds=PLAIN
     ),
-    Gradient("k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480, 0), 256, kinds=PLAIN),
-    Gradient("v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=BOTH),
+    Gradient(
+        "k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480, 0), 256, kinds=PLAIN
+    ),
+    Gradient(
+        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=BOTH
+    ),
     Gradient("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN),
     Gradient("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 91136), spills=BOTH),
 ]  # fmt: skip
@@ -400,11 +404,11 @@ GRADIENTS_SM80_16_UNALIGNED = [
     ),
 ]  # fmt: skip
 GRADIENTS_SM80_F32 = [
-    Gradient("k32", (64, 64, 32), (16, 64, 32), "resident:32", (66560, 66560), 32, blocks=(2, 2), spills=BOTH),
-    Gradient("k64", (64, 64, 64), (32, 32, 32), "resident:64", (99328, 99328), 64, blocks=(2, 2), spills=BOTH),
-    Gradient("k128", (64, 64, 128), (32, 16, 32), "resident:128", (164864, 0), 128, kinds=PLAIN),
-    Gradient("v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115712, 0), kinds=PLAIN),
-    Gradient("any", (64, 64, 64), (32, 32, 32), "streamed:3", (66560, 66560), alignment=1, spills=BOTH),
+    Gradient("k32", (64, 64, 32), (16, 64, 32), "resident:32", (66816, 66560), 32, blocks=(2, 2), spills=BOTH),
+    Gradient("k64", (64, 64, 64), (32, 32, 32), "resident:64", (99584, 99328), 64, blocks=(2, 2), spills=BOTH),
+    Gradient("k128", (64, 64, 128), (32, 16, 32), "resident:128", (165120, 0), 128, kinds=PLAIN),
+    Gradient("v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968, 0), kinds=PLAIN),
+    Gradient("any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66560), alignment=1, spills=BOTH),
 ]  # fmt: skip
 GRADIENTS_HMMA = [  # Turing and Volta
     Gradient("v64", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), spills=BOTH),
@@ -412,9 +416,12 @@ GRADIENTS_HMMA = [  # Turing and Volta
         "unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), alignment=1, spills=BOTH
     ),
 ]  # fmt: skip
-GRADIENTS_SIMT = [
-    Gradient("any", (64, 64, 64), (32, 32, 32), "streamed:2", (43520, 43520), alignment=1, spills=BOTH),
+GRADIENTS_SIMT_F32 = [
+    Gradient(
+        "any", (64, 64, 64), (32, 32, 32), "streamed:2", (43776, 43520), alignment=1, spills=BOTH
+    ),
 ]  # fmt: skip
+GRADIENTS_SIMT_BF16 = [replace(GRADIENTS_SIMT_F32[0], smem=(43520, 43520))]
 
 VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
@@ -452,8 +459,8 @@ VARIANTS: list[Variant] = [
     *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *gradients(GRADIENTS_HMMA, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *gradients(GRADIENTS_HMMA, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
-    *gradients(GRADIENTS_SIMT, "simt", "Simt<float>", "f32", (70, 79)),
-    *gradients(GRADIENTS_SIMT, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
+    *gradients(GRADIENTS_SIMT_F32, "simt", "Simt<float>", "f32", (70, 79)),
+    *gradients(GRADIENTS_SIMT_BF16, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
 ]
 
 

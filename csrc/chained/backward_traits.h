@@ -95,7 +95,13 @@ struct BackwardTraits
     float tile[Chain::kTileM][Chain::kTileN + 1];
   };
   static constexpr int kStatRows = kOwnerKeys ? Chain::kTileN : Chain::kTileM;
-  struct SharedStorage {
+  template <bool kWanted, typename = void>
+  struct LowParts {};
+  template <typename Dummy>
+  struct LowParts<true, Dummy> {
+    float lse_low[kStatRows];  // what rounding took from lse * log2(e)
+  };
+  struct SharedStorage : LowParts<kPrecise> {
     union {
       Operands operands;
       std::conditional_t<kWhat == Gradient::kBias, BiasSum, typename Chain::Epilogue::SharedStorage> last;
