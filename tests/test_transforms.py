@@ -1,5 +1,5 @@
-"""Gradients where more than autograd is at work: torch.func, vmap, checkpointing, counters; and what
-has no gradient."""
+"""Gradients where more than autograd is at work: torch.func, vmap, checkpointing, counters; and
+what has no gradient."""
 
 from __future__ import annotations
 
