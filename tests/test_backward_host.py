@@ -1,0 +1,180 @@
+"""The GPU's implementation of the backward operator on CPU tensors, with a pretended compiled
+module: what is launched, with what, and what needs no launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memeff_attn
+from memeff_attn import backward, cpu, dispatch, ops
+from memeff_attn.dispatch import ChainedBwOp
+
+attention = memeff_attn.memory_efficient_attention
+NAMES = (
+    "grad_out", "query", "key", "value", "bias", "out", "lse", "seed",
+    "grad_query", "grad_key", "grad_value", "grad_bias",
+)  # fmt: skip
+
+
+class Module:
+    """Computes on the CPU what the compiled module would; keeps what it was asked."""
+
+    is_cuda_build = True
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.sizes: list[tuple[Any, ...]] = []
+        self.answer: Any = 100
+
+    def backward_workspace(self, *arguments: Any) -> Any:
+        assert len(arguments) == 17
+        self.sizes.append(arguments)
+        return self.answer
+
+    def backward(self, *arguments: Any) -> None:
+        assert len(arguments) == 19 and arguments[:12] == self.sizes[-1][:12]
+        assert arguments[13:18] == self.sizes[-1][12:]
+        call = dict(zip(NAMES, arguments, strict=False))
+        workspace, scale, p, causal, _tf32, variant, stream = arguments[12:]
+        call |= {"workspace": workspace, "variant": variant, "p": p, "stream": stream}
+        self.calls.append(call)
+        for name in NAMES[:4]:
+            assert call[name].shape[-1] == 1 or call[name].stride(-1) == 1
+        assert call["lse"].is_contiguous()
+        needs = [call[name] is not None for name in NAMES[8:]]
+        given = [call[name] for name in NAMES[:7]]
+        grads = cpu.backward(*given, scale, causal, needs, p, call["seed"])
+        for name, grad in zip(NAMES[8:], grads, strict=True):
+            if grad is not None:
+                assert call[name].is_contiguous() and call[name].shape == grad.shape
+                call[name].copy_(grad)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+    pretended = Module()
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "native", lambda: (pretended, ""))
+        monkeypatch.setattr(backward, "_launch", backward.launcher())
+    monkeypatch.setattr(ops, "_current_stream", None)
+    library = torch.library.Library("memeff_backward_test", "DEF")
+    library.define(backward._SCHEMA)
+    library.impl("backward", backward.backward_cuda, "CPU")
+    monkeypatch.setattr(backward, "backward", torch.ops.memeff_backward_test.backward.default)
+    yield pretended
+    library._destroy()
+
+
+def qkv(**sizes: int) -> list[Tensor]:
+    s = {"B": 2, "M": 5, "N": 7, "H": 4, "K": 8, "Kv": 8} | sizes
+    shapes = (
+        (s["B"], s["M"], s["H"], s["K"]),
+        (s["B"], s["N"], s["H"], s["K"]),
+        (s["B"], s["N"], s["H"], s["Kv"]),
+    )
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def test_what_is_launched(module: Module) -> None:
+    inputs = qkv(Kv=3)
+    bias = torch.nn.Parameter(torch.randn(1, 4, 5, 1))
+    out = attention(*inputs, bias, 0.25)
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (*inputs, bias), grad)
+    (call,) = module.calls
+    assert call["grad_out"].data_ptr() == grad.data_ptr() and call["p"] == 0.25
+    assert call["seed"].shape == (2,) and call["seed"].dtype == torch.int64
+    assert call["workspace"].shape == (100,) and call["workspace"].dtype == torch.float32
+    expected = memeff_attn.reference.attention_backward(
+        grad, *inputs, bias, p=0.25, seed=call["seed"]
+    )
+    for mine, other in zip(grads, expected, strict=True):
+        assert other is not None
+        torch.testing.assert_close(mine, other.float(), atol=1e-5, rtol=1e-4)
+
+
+def test_no_work_for_what_needs_none(module: Module) -> None:
+    """Any subset of the inputs (B48l), and no workspace where none is asked for."""
+    module.answer = 0
+    inputs = [x.detach() for x in qkv()]
+    for i in range(3):
+        tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
+        attention(*tensors).sum().backward()
+        call = module.calls[-1]
+        assert [call[name] is not None for name in NAMES[8:]] == [i == 0, i == 1, i == 2, False]
+        assert call["workspace"] is None and call["seed"] is None
+
+
+def test_gradients_of_any_strides(module: Module) -> None:
+    """A stride of 0 or a last stride other than 1 is mended by a copy of that tensor (B24)."""
+    inputs = qkv()
+    shape = (2, 5, 4, 8)
+    for grad in (
+        torch.ones(()).expand(shape),
+        torch.randn(2, 5, 4, 16)[..., ::2],
+        torch.randn(2, 4, 5, 8).transpose(1, 2),
+        torch.randn(1, 1, 1, 8).expand(shape),
+        torch._neg_view(torch.randn(shape)),
+    ):
+        out = attention(*inputs)
+        mine = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        other = torch.autograd.grad(out, inputs, grad.clone(memory_format=torch.contiguous_format))
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    strided = [torch.randn(*x.shape[:-1], 16)[..., ::2].requires_grad_() for x in inputs]
+    for grad_of in torch.autograd.grad(attention(*strided).sum(), strided):
+        assert grad_of.is_contiguous()
+
+
+@pytest.mark.parametrize("empty", ["B", "M", "N", "H", "K", "Kv"])
+def test_empty(module: Module, empty: str) -> None:
+    """Zeros without a launch; K = 0 leaves the gradients of value and bias (B39)."""
+    inputs = qkv(**{empty: 0})
+    bias = torch.randn(1, 1, inputs[0].shape[1], inputs[1].shape[1], requires_grad=True)
+    out = attention(*inputs, bias)
+    grads = torch.autograd.grad(out.sum(), (*inputs, bias))
+    for grad, x in zip(grads, (*inputs, bias), strict=True):
+        assert grad.shape == x.shape
+    assert len(module.calls) == (empty == "K")
+    if empty == "K":
+        assert module.calls[0]["grad_query"] is None and bool(grads[2].any())
+    else:
+        assert not any(bool(grad.any()) for grad in grads)
+
+
+def test_forced_kernels(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = qkv()
+    named = type("named", (ChainedBwOp,), {"VARIANT": "chained_bwd_x"})
+    monkeypatch.setattr(named, "not_supported_reasons", classmethod(lambda cls, d: []))
+    attention(*inputs, op=(None, named)).sum().backward()
+    assert module.calls[-1]["variant"] == "chained_bwd_x"
+    monkeypatch.setenv("MEMEFF_FORCE_BACKWARD_VARIANT", "chained_bwd_y")
+    attention(*inputs).sum().backward()
+    assert module.calls[-1]["variant"] == "chained_bwd_y"
+
+
+def test_failures_become_exceptions(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChainedBwOp, "not_supported_reasons", classmethod(lambda cls, d: []))
+    inputs = qkv()
+    for answer, error, text in (
+        ((ops.CUDA_ERROR, "grid 1x2x3"), RuntimeError, r"(?s)backward kernel.*grid 1x2x3.*query"),
+        ((ops.UNSUPPORTED, "no code for sm_90"), NotImplementedError, r"(?s)_backward`.*no code"),
+        ((ops.INVALID, "no kernel variant is named"), ValueError, "no kernel variant"),
+    ):
+        module.answer = answer
+        with pytest.raises(error, match=text):
+            attention(*inputs).sum().backward()
+    assert not module.calls
+
+
+def test_without_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "native", lambda: (None, "memeff_attn was not compiled here"))
+    tensors = (torch.ones(1),) * 12
+    assert backward.launcher()(tensors, (), 0) == (
+        ops.UNSUPPORTED,
+        "memeff_attn was not compiled here",
+    )
