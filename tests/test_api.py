@@ -182,6 +182,40 @@ def test_gradient_of_one_input(device: str, which: int, call: Any) -> None:
         assert not attention(*tensors).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_backward_call(device: str, dtype: torch.dtype) -> None:
+    """The same bits as autograd, dropout's seed given; compiled too."""
+    backward = memeff_attn.memory_efficient_attention_backward
+    for rank, mask in ((3, None), (4, MASKS[TOP_LEFT]), (5, None)):
+        qkv = [x.requires_grad_() for x in make(device, rank, dtype)]
+        torch.manual_seed(1)
+        out = attention(*qkv, mask, 0.2)
+        grad = torch.randn_like(out)
+        expected = torch.autograd.grad(out, qkv, grad)
+        torch.manual_seed(1)
+        seed = memeff_attn.dropout.new_seed(device)
+        out, lse = with_lse(*qkv, mask, 0.2, seed=seed)
+        for call in (backward, torch.compile(backward, fullgraph=True, backend="aot_eager")):
+            grads = call(grad, out, lse, *qkv, mask, 0.2, seed=seed)
+            assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+            assert not any(x.requires_grad for x in grads)
+
+
+def test_backward_call_of_a_part_of_the_keys(device: str) -> None:
+    """With output and lse of all keys, gradients are those of the whole (ring attention)."""
+    q, k, v = make(device, 4, torch.float32)
+    out, lse = with_lse(q, k, v)
+    grad = torch.randn_like(out)
+    whole = memeff_attn.memory_efficient_attention_backward(grad, out, lse, q, k, v)
+    parts = [
+        memeff_attn.memory_efficient_attention_backward(grad, out, lse, q, k[:, part], v[:, part])
+        for part in (slice(0, 20), slice(20, None))
+    ]
+    joined = parts[0][0] + parts[1][0], *(torch.cat([a[i] for a in parts], 1) for i in (1, 2))
+    for mine, other in zip(joined, whole, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
 # ---- operators and forced kernels ----
 
 
