@@ -282,9 +282,10 @@ SM80_16_UNALIGNED = [
 # takes the same tiles.
 SM80_F32_FEW = [
     Shape(
-        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43664, alignment=1, in_memory=True, max_m=16
+        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43664, alignment=1, in_memory=True,
+        max_m=16,
     ),
-]
+]  # fmt: skip
 SM80_F32 = [
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, blocks=2, spills=BIAS),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99872, 64, spills=BOTH),
@@ -386,7 +387,8 @@ GRADIENTS_SM80_16 = [
     ),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
     Gradient(
-        "k256", (64, 64, 256), (32, 16, 64), "resident:256", (214016, 0), 256, buffers=2, kinds=PLAIN
+        "k256", (64, 64, 256), (32, 16, 64), "resident:256", (214016, 0), 256, buffers=2,
+        kinds=PLAIN,
     ),
     Gradient(
         "k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480, 0), 256, kinds=PLAIN
@@ -404,16 +406,30 @@ GRADIENTS_SM80_16_UNALIGNED = [
     ),
 ]  # fmt: skip
 GRADIENTS_SM80_F32 = [
-    Gradient("k32", (64, 64, 32), (16, 64, 32), "resident:32", (66816, 66560), 32, blocks=(2, 2), spills=BOTH),
-    Gradient("k64", (64, 64, 64), (32, 32, 32), "resident:64", (99584, 99328), 64, blocks=(2, 2), spills=BOTH),
-    Gradient("k128", (64, 64, 128), (32, 16, 32), "resident:128", (165120, 0), 128, kinds=PLAIN),
-    Gradient("v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968, 0), kinds=PLAIN),
-    Gradient("any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66560), alignment=1, spills=BOTH),
+    Gradient(
+        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (66816, 66560), 32, blocks=(2, 2),
+        spills=BOTH,
+    ),
+    Gradient(
+        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (99584, 99328), 64, blocks=(2, 2),
+        spills=BOTH,
+    ),
+    Gradient(
+        "k128", (32, 64, 128), (32, 16, 32), "resident:128", (115712, 0), 128, blocks=(2, 2),
+        kinds=PLAIN,
+    ),
+    Gradient(
+        "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968, 0), kinds=PLAIN, spills=BOTH
+    ),
+    Gradient(
+        "any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66560), alignment=1, spills=BOTH
+    ),
 ]  # fmt: skip
 GRADIENTS_HMMA = [  # Turing and Volta
     Gradient("v64", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), spills=BOTH),
     Gradient(
-        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), alignment=1, spills=BOTH
+        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 33792), alignment=1,
+        spills=BOTH,
     ),
 ]  # fmt: skip
 GRADIENTS_SIMT_F32 = [

@@ -1,13 +1,16 @@
-// The kernels that write dQ (queries own the block's rows) and dK, dV (keys own them). Resident, one step, time down:
+// The kernels that write dQ (queries own the block's rows) and dK, dV (keys own
+// them). Resident, one step, time down:
 //
 //   copies (cp.async)              tensor cores                     other units
 //   B1, B2 of step j+1 in flight | S = A1 B1^T, dP = A2 B2^T     |
-//   (kBuffers = 2)               |                               |  P = exp(S - lse), dS = P (dP - delta) -> shared
-//   memory
-//                                | second += P B2, first += dS B1|  lse, delta of step j+1
+//   (kBuffers = 2)               |                               |  P = exp(S -
+//   lse), dS = P (dP - delta) -> shared memory
+//                                | second += P B2, first += dS B1|  lse, delta
+//                                of step j+1
 //
-// with two barriers a step (three with one buffer: the copies of j+1 then start after the last product of j, and other
-// blocks of the SM cover them). Streamed kernels run S and dP through the pipeline one after the other and start S of
+// with two barriers a step (three with one buffer: the copies of j+1 then start
+// after the last product of j, and other blocks of the SM cover them). Streamed
+// kernels run S and dP through the pipeline one after the other and start S of
 // step j+1 before the output product of step j.
 #pragma once
 
@@ -37,7 +40,8 @@ struct BackwardBlock : BackwardTile<Traits> {
   using Tile::warp;
   static constexpr bool kAsync = Traits::Arch::kAsync;
 
-  Head owner_head;  // of the owner rows; where keys own, the first of the query heads that share them
+  Head owner_head;  // of the owner rows; where keys own, the first of the query
+                    // heads that share them
   Side owner;
   int split, column0;   // part of the loop, first output column
   int first_tile;       // loop tiles before it see nothing of the owner
@@ -57,7 +61,8 @@ struct BackwardBlock : BackwardTile<Traits> {
     owner = kOwnerKeys ? this->key_side(owner_head, row0, kTileM) : this->query_side(owner_head, row0, kTileM);
     int end = args.loop_tiles;
     first_tile = 0;
-    if (kOwnerKeys) {  // queries before the first that sees key row0 are no concern
+    if (kOwnerKeys) {  // queries before the first that sees key row0 are no
+                       // concern
       const int64_t first_query = see.causal ? int64_t(row0) - see.diagonal : 0;
       first_tile = first_query <= 0 ? 0 : first_query >= f.queries ? end : int(first_query) / kTileN;
     } else {
@@ -98,7 +103,8 @@ struct BackwardBlock : BackwardTile<Traits> {
     int buffer = 0;
     for (int at = step; at < last_step; ++at) {
       cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // operands and statistics are there; every warp is done with the other buffer, P and dS
+      __syncthreads();  // operands and statistics are there; every warp is done
+                        // with the other buffer, P and dS
       if (Traits::kBuffers == 2) load_step(at + 1, buffer ^ 1);
       const Head head = head_of(at);
       const Side loop = loop_side(at, head);
@@ -129,7 +135,22 @@ struct BackwardBlock : BackwardTile<Traits> {
     cutlass::arch::cp_async_wait<0>();
   }
 
-  CUTLASS_DEVICE void run_streamed(FragmentO& out) {
+  // The output product of one slab: P or dS to shared memory, the slab beside
+  // it.
+  template <typename Loader>
+  CUTLASS_DEVICE void start_slab(Loader& loader, TileSource<Element> const& slab) const {
+    loader.start(slab.data + column0, slab.row_stride, slab.rows, slab.columns - column0);
+    if (kAsync) cutlass::arch::cp_async_fence();
+  }
+  template <typename Loader>
+  CUTLASS_DEVICE void finish_slab(Loader& loader, FragmentS const& a) const {
+    this->store(a, smem.operands.out.operand_A_ref());
+    loader.finish();
+    if (kAsync) cutlass::arch::cp_async_wait<0>();
+    __syncthreads();  // both operands are there
+  }
+
+  CUTLASS_DEVICE void run_streamed(FragmentO& first, FragmentO& second) {
     if (step >= last_step) return;
     StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane);
     typename Traits::ValueLoader loader(smem.operands.out.operand_B_ref(), thread);
@@ -143,21 +164,23 @@ struct BackwardBlock : BackwardTile<Traits> {
       FragmentS s, dp;
       dp.clear();
       this->multiply_streamed(s, dp, product, pass, owner, loop);
-      const auto& slab = Traits::kFirst ? loop.first : loop.second;
-      loader.start(slab.data + column0, slab.row_stride, loop.rows, slab.columns - column0);
-      if (kAsync) cutlass::arch::cp_async_fence();
+      start_slab(loader, Traits::kSecond ? loop.second : loop.first);
       this->weigh(s, dp, head, owner, loop);
-      this->store(Traits::kFirst ? dp : s, smem.operands.out.operand_A_ref());
-      loader.finish();
-      if (kAsync) cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // P or dS and the slab are there; the statistics are used
-      next_statistics(at + 1);
+      if constexpr (Traits::kBoth) {
+        finish_slab(loader, s);
+        multiply(second, loop.rows);
+        __syncthreads();  // every warp is done with P and the slab
+        start_slab(loader, loop.first);
+      }
+      finish_slab(loader, Traits::kFirst ? dp : s);
+      next_statistics(at + 1);  // the statistics are used
       if (at + 1 < last_step) pass = product.start(owner.first, loop_side(at + 1, head_of(at + 1)).first);
-      multiply(out, loop.rows);
+      multiply(Traits::kFirst ? first : second, loop.rows);
     }
   }
 
-  // Rows of `view` for the owner's tile, columns from column0 on; splits write fp32 partial sums.
+  // Rows of `view` for the owner's tile, columns from column0 on; splits write
+  // fp32 partial sums.
   CUTLASS_DEVICE void store_gradient(FragmentO const& out, GradView const& view, int width, float const* scale) {
     if (view.data == nullptr) return;  // not wanted
     const int64_t at = head_offset(view, owner_head.batch, owner_head.group, owner_head.member) +
@@ -202,9 +225,10 @@ struct BackwardBlock : BackwardTile<Traits> {
     if constexpr (Traits::kResident) {
       run_resident(first, second);
     } else {
-      run_streamed(Traits::kFirst ? first : second);
+      run_streamed(first, second);
     }
-    __syncthreads();  // scales are there; the epilogues' storage overlaps the operands
+    __syncthreads();  // scales are there; the epilogues' storage overlaps the
+                      // operands
     if constexpr (Traits::kFirst) {
       store_gradient(first, kOwnerKeys ? p.grad_key : p.grad_query, f.head_dim, smem.scale[0]);
     }

@@ -1,7 +1,10 @@
-// The kernel that writes dBias: a thread block owns one tile of the bias, recomputes dS for every batch entry, head and
-// tile that the bias is broadcast to, and adds them up in registers: fp32, a fixed order, no dense [B, H, M, N].
+// The kernel that writes dBias: a thread block owns one tile of the bias,
+// recomputes dS for every batch entry, head and tile that the bias is broadcast
+// to, and adds them up in registers: fp32, a fixed order, no dense [B, H, M,
+// N].
 //
-//   items of a block = every combination of the summed dimensions (b, g, h, query tiles, key tiles)
+//   items of a block = every combination of the summed dimensions (b, g, h,
+//   query tiles, key tiles)
 #pragma once
 
 #include "chained/backward_tile.h"
@@ -9,7 +12,8 @@
 namespace memeff {
 namespace chained {
 
-// Which tile of which head: the mixed-radix number `index` over the dimensions that are summed (or those that are not).
+// Which tile of which head: the mixed-radix number `index` over the dimensions
+// that are summed (or those that are not).
 struct BiasItem {
   uint32_t batch, group, member, query_tile, key_tile;
 
@@ -115,9 +119,10 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     }
   }
 
-  // Sums over the tile's rows, its columns or both; every row and column outside M x N has contributed 0. Softmax does
-  // not change when a row's scores all move by the same amount, so a sum over all keys is 0 exactly, whatever rounding
-  // left of it; only NaN stays.
+  // Sums over the tile's rows, its columns or both; every row and column
+  // outside M x N has contributed 0. Softmax does not change when a row's
+  // scores all move by the same amount, so a sum over all keys is 0 exactly,
+  // whatever rounding left of it; only NaN stays.
   CUTLASS_DEVICE void write_sums(FragmentS const& sum) const {
     GradBiasView const& bias = p.grad_bias;
     auto& tile = smem.last.tile;

@@ -1,4 +1,5 @@
-// Host side of the chained family's backward kernels: one row of the variant list, several kernels.
+// Host side of the chained family's backward kernels: one row of the variant
+// list, several kernels.
 #pragma once
 
 #include <atomic>
@@ -24,33 +25,39 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   }
 }
 
-// kBuffers: of the resident kernels. kQueryBlocks, kKeyBlocks: blocks an SM that the registers must allow.
+// kBuffers: of the resident kernels. kQueryBlocks, kKeyBlocks: blocks an SM
+// that the registers must allow.
 template <typename Arch, typename Tile, typename Warp, typename Qk, int kAlignment, typename Bias, int kQueryBlocks,
           int kKeyBlocks, int kBuffers>
 struct BackwardRow {
   template <Gradient kWhat, int kBlocks>
   using Kernel = BackwardTraits<Arch, Tile, Warp, Qk, kAlignment, Bias, kBlocks, kBuffers, kWhat>;
   using Query = Kernel<Gradient::kQuery, kQueryBlocks>;
-  using KeyValue = Kernel<Qk::kResident ? Gradient::kKeyValue : Gradient::kKey, kKeyBlocks>;  // or the key's alone
+  // dK and dV in one kernel where both fit beside S and dP in the registers.
+  static constexpr bool kFused = Qk::kResident || Warp::kM * (Warp::kQkN + Warp::kPvN) / 16 <= 160;
+  using KeyValue = Kernel<kFused ? Gradient::kKeyValue : Gradient::kKey, kKeyBlocks>;
   using Value = Kernel<Gradient::kValue, kQueryBlocks>;
   using BiasGradient = Kernel<Gradient::kBias, 1>;
 
-  static constexpr bool kResident = Qk::kResident, kFull = Bias::kBias;
+  static constexpr bool kFull = Bias::kBias;
   static constexpr int max(int a, int b) { return a > b ? a : b; }
   static constexpr int kSmemBytes = max(max(Query::kSmemBytes, KeyValue::kSmemBytes),
-                                        max(kResident ? 0 : Value::kSmemBytes, kFull ? BiasGradient::kSmemBytes : 0));
+                                        max(kFused ? 0 : Value::kSmemBytes, kFull ? BiasGradient::kSmemBytes : 0));
   static constexpr int kTileM = Query::kTileM, kTileN = Query::kTileN, kValueTile = Query::kValueTile;
   static constexpr int kThreads = Query::kThreads;
 };
 
 inline int64_t tiles_of(int64_t rows, int tile) { return (rows + tile - 1) / tile; }
 
-// Launches on `stream` of the current device. Never synchronises, never allocates.
+// Launches on `stream` of the current device. Never synchronises, never
+// allocates.
 template <typename Traits>
 Status launch_gradient(BackwardParams const& p, int64_t blocks, BackwardArgs& args, cudaStream_t stream,
                        std::string const& where) {
   if (blocks > INT32_MAX) {
-    return {Code::kUnsupported, where + ": the gradient has more tiles than a grid may have blocks (2^31 - 1)"};
+    return {Code::kUnsupported, where +
+                                    ": the gradient has more tiles than a "
+                                    "grid may have blocks (2^31 - 1)"};
   }
   args.blocks = uint32_t(blocks);
   auto* kernel = &backward_kernel<Traits>;
@@ -104,9 +111,10 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   if (p.grad_query.data != nullptr) {
     status = launch_side<typename Row::Query>(p, args, f.head_dim, p.grad_query.splits, stream, where + " (dQ)");
   }
-  if constexpr (Row::kResident) {
+  if constexpr (Row::kFused) {
     if (status.ok() && (key || value)) {
-      status = launch_side<typename Row::KeyValue>(p, args, 0, key ? p.grad_key.splits : p.grad_value.splits, stream,
+      status = launch_side<typename Row::KeyValue>(p, args, f.head_dim > f.value_dim ? f.head_dim : f.value_dim,
+                                                   key ? p.grad_key.splits : p.grad_value.splits, stream,
                                                    where + " (dK, dV)");
     }
   } else {

@@ -1,4 +1,5 @@
-// What every backward kernel does with one pair of tiles: S and dP, then P and dS (backward_traits.h has the roles).
+// What every backward kernel does with one pair of tiles: S and dP, then P and
+// dS (backward_traits.h has the roles).
 #pragma once
 
 #include "chained/backward_traits.h"
@@ -37,6 +38,7 @@ struct BackwardTile {
   using Coord = typename Traits::CoordS;
   using FragmentS = typename Traits::FragmentS;
   using QkMma = typename Traits::QkMma;
+  using DpMma = typename Traits::DpMma;
   using OutMma = typename Traits::OutMma;
   using Source = TileSource<Element>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN;
@@ -79,7 +81,8 @@ struct BackwardTile {
             view.stride_m, rows, columns};
   }
 
-  // lse and delta of kStatRows queries from row0 on. Barriers before and after are the caller's.
+  // lse and delta of kStatRows queries from row0 on. Barriers before and after
+  // are the caller's.
   CUTLASS_DEVICE void load_statistics(Head const& at, int row0) const {
     for (int i = thread; i < Traits::kStatRows; i += Traits::kThreads) {
       const int row = row0 + i;
@@ -141,22 +144,24 @@ struct BackwardTile {
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer) const {
     auto& pair = smem.operands.loop[buffer];
     const QkMma scores(score_a(smem.operands.first), score_b(pair.first), thread, warp, lane);
-    const QkMma products(score_a(smem.operands.second), score_b(pair.second), thread, warp, lane);
+    const DpMma products(score_a(smem.operands.second), score_b(pair.second), thread, warp, lane);
     s.clear();
     scores(s, f.head_dim);
     dp.clear();
     if constexpr (Traits::kNeedsDp) products(dp, f.value_dim);
   }
 
-  // Streamed: `pass` is the started first product; ends behind a barrier after which the pipeline may be refilled.
+  // Streamed: `pass` is the started first product; ends behind a barrier after
+  // which the pipeline may be refilled.
   template <typename Product, typename Pass>
   CUTLASS_DEVICE void multiply_streamed(FragmentS& s, FragmentS& dp, Product& product, Pass& pass, Side const& owner,
                                         Side const& loop) const {
     product.finish(s, pass, owner.first, loop.first);
     __syncthreads();
     if constexpr (Traits::kNeedsDp) {
-      pass = product.start(owner.second, loop.second);
-      product.finish(dp, pass, owner.second, loop.second);
+      StreamedProduct<Traits, DpMma> products(smem.operands.qk, thread, warp, lane);
+      auto started = products.start(owner.second, loop.second);
+      products.finish(dp, started, owner.second, loop.second);
       __syncthreads();
     }
   }
@@ -212,7 +217,8 @@ struct BackwardTile {
       if (masked) {
         const int query = kOwnerKeys ? loop.row0 + column : owner.row0 + row;
         const int key = kOwnerKeys ? owner.row0 + row : loop.row0 + column;
-        // By predicate, not by arithmetic: what lies beyond the ends may be anything (FAULTS B05, B42).
+        // By predicate, not by arithmetic: what lies beyond the ends may be
+        // anything (FAULTS B05, B42).
         if (query >= f.queries || key >= see.limit(query)) w = ds = 0.f;
       }
       x = Traits::kDropout && !kept ? 0.f : w;

@@ -1,21 +1,26 @@
-// One traits type per backward kernel. A thread block owns a tile of rows of one side and loops over tiles of the
-// other:
+// One traits type per backward kernel. A thread block owns a tile of rows of
+// one side and loops over tiles of the other:
 //
-//                 owner rows   loop rows   A1     A2      B1     B2      first output     second output
-//   kQuery        queries      keys        Q      dO      K      V       dQ = dS K
-//   kKeyValue     keys         queries     K      V       Q      dO      dK = dS^T Q      dV = P^T dO
-//   kKey, kValue  the same, one output each
-//   kBias         a tile of the bias       Q      dO      K      V       dBias = dS, summed over broadcast dimensions
+//                 owner rows   loop rows   A1     A2      B1     B2      first
+//                 output     second output
+//   kQuery        queries      keys        Q      dO      K      V       dQ =
+//   dS K kKeyValue     keys         queries     K      V       Q      dO dK =
+//   dS^T Q      dV = P^T dO kKey, kValue  the same, one output each kBias a
+//   tile of the bias       Q      dO      K      V       dBias = dS, summed
+//   over broadcast dimensions
 //
-//   S = A1 B1^T (transposed where keys own), dP = A2 B2^T, P = exp(S - lse), dS = P * (dP - delta),
-//   first += dS B1, second += P B2
+//   S = A1 B1^T (transposed where keys own), dP = A2 B2^T, P = exp(S - lse), dS
+//   = P * (dP - delta), first += dS B1, second += P B2
 //
-// So one kernel serves all: P and dS always leave the accumulators as operand A of the next product (OperandStore), on
-// Volta, tensor cores and SIMT alike, and every gradient is summed in registers by the one block that owns it: no
+// So one kernel serves all: P and dS always leave the accumulators as operand A
+// of the next product (OperandStore), on Volta, tensor cores and SIMT alike,
+// and every gradient is summed in registers by the one block that owns it: no
 // atomics, no locks, no workspace, the same bits on every run.
 //
-// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers  [ dS ][ P ]  [ lse, delta ]
-//              streamed (any K, Kv):       [ pipeline of S and dP ]  [ dS or P | slab of B1 or B2 ]  [ lse, delta ]
+// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers
+// [ dS ][ P ]  [ lse, delta ]
+//              streamed (any K, Kv):       [ pipeline of S and dP ]  [ P, then
+//              dS | slab of B2, then B1 ]  [ lse, delta ]
 #pragma once
 
 #include "chained/traits.h"
@@ -48,14 +53,16 @@ struct BackwardTraits
   static constexpr bool kNeedsDp = kWhat != Gradient::kValue;
   static constexpr bool kResident = Qk_::kResident;
   static constexpr int kBuffers = kResident ? kBuffers_ : 1;
-  static_assert(!(kFirst && kSecond) || kResident, "streamed kernels write one gradient each");
+  static constexpr bool kBoth = kFirst && kSecond;
   static_assert(!kResident || Chain::kValueTile == Qk_::kMaxK, "resident operands serve both kinds of products");
 
-  // One copy of a resident tile serves both products: the 16-bit layouts of a tile as B of the scores and as B of an
-  // output product are the same function (backward_tile.h checks it), fp32 reads it by TransposedOperand.
+  // One copy of a resident tile serves both products: the 16-bit layouts of a
+  // tile as B of the scores and as B of an output product are the same function
+  // (backward_tile.h checks it), fp32 reads it by TransposedOperand.
 
-  // The exponent: x - lse in natural units with a bias, where x is a sum anyway; scale * log2(e) folded into one FFMA
-  // without; and for fp32 with the rounding errors of that factor and of lse * log2(e) added back.
+  // The exponent: x - lse in natural units with a bias, where x is a sum
+  // anyway; scale * log2(e) folded into one FFMA without; and for fp32 with the
+  // rounding errors of that factor and of lse * log2(e) added back.
   static constexpr bool kPrecise = std::is_same<Element, float>::value && !Chain::kBias;
 
   using QkStorage = typename QkMma::Base::SharedStorage;

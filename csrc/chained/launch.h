@@ -10,7 +10,8 @@
 namespace memeff {
 namespace chained {
 
-// True when the elements (row, even column) of every row of the bias are aligned to two elements.
+// True when the elements (row, even column) of every row of the bias are
+// aligned to two elements.
 inline bool bias_in_pairs(BiasView const& bias, int element_bytes) {
   const int64_t odd = (bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m) & 1;
   return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * element_bytes) == 0;
@@ -33,7 +34,8 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   return args;
 }
 
-// More than 48 KiB of shared memory must be asked for once on each device; bit d remembers device d.
+// More than 48 KiB of shared memory must be asked for once on each device; bit
+// d remembers device d.
 template <typename Traits, typename Kernel>
 Status allow_shared_memory(Kernel* kernel, std::string const& where) {
   if (Traits::kSmemBytes <= 48 * 1024) return {};
@@ -57,14 +59,16 @@ inline Status launched(std::string const& where, uint32_t blocks, int threads, i
                            std::to_string(smem_bytes) + " bytes of shared memory>>>: " + cudaGetErrorString(error)};
 }
 
-// Launches on `stream` of the current device. Never synchronises, never allocates.
+// Launches on `stream` of the current device. Never synchronises, never
+// allocates.
 template <typename Traits>
 Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* name) {
   const ForwardArgs args = make_forward_args<Traits>(p);
   const std::string where = name;
   if (args.map.blocks == 0) {
-    return {Code::kUnsupported,
-            where + ": B * H * query tiles * value slabs exceeds the grid limit of 2^31 - 1 thread blocks"};
+    return {Code::kUnsupported, where +
+                                    ": B * H * query tiles * value slabs exceeds the grid "
+                                    "limit of 2^31 - 1 thread blocks"};
   }
   auto* kernel = &forward_kernel<Traits>;
   if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;

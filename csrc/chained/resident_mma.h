@@ -1,9 +1,11 @@
 // A product of two operands that lie whole in shared memory.
 //
-//   operand A: kM x (kK * kStages)      operand B: (kK * kStages) x kN      in the layouts of CUTLASS's DefaultMmaCore
+//   operand A: kM x (kK * kStages)      operand B: (kK * kStages) x kN      in
+//   the layouts of CUTLASS's DefaultMmaCore
 //
-// The second GEMM of the chain always (A = P, written by OperandStore; B = the value block), the first one too where
-// the query tile and a key block fit. Derives from MmaBase: shared storage and the warp iterators are CUTLASS's.
+// The second GEMM of the chain always (A = P, written by OperandStore; B = the
+// value block), the first one too where the query tile and a key block fit.
+// Derives from MmaBase: shared storage and the warp iterators are CUTLASS's.
 #pragma once
 
 #include <type_traits>
@@ -15,23 +17,31 @@
 namespace memeff {
 namespace chained {
 
-// Warp operators of tensor cores convert their fragments (transform), SIMT and Volta ones do not.
+// Warp operators of tensor cores convert their fragments (transform), SIMT and
+// Volta ones do not.
 template <typename Operator, typename = void>
 struct HasTransform : std::false_type {};
 template <typename Operator>
 struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragmentA>> : std::true_type {};
 
-// kAhead: fragments are loaded this many steps (0 or 1) before their use; 0 needs fewer registers.
-// kSplitFp32: fp32 operands, three TF32 products a step (3xTF32), with fp32-grade error:
-//   x = high + low, high = x rounded to TF32's 11 significand bits, low exact (the hardware drops its last bits: 2^-22
-//   of x) a * b = low_a * high_b + high_a * low_b + high_a * high_b
-// Tensor cores truncate when they accumulate, so the sum of a step starts from zero, takes the two tiny corrections
-// first and is added to the accumulator by FADD: one truncation at full magnitude a step (measured in
-// docs/performance.md).
-// kChunk > 0: so many stages are summed from zero, then added (SIMT: a long running sum rounds at every product).
-// kTransposedB > 0 (fp32): B lies as operand B of another ResidentMma, kTransposedB elements a row
-// (transposed_operand.h).
-template <typename Core, int kStages, int kAhead, bool kSplitFp32, int kChunk = 0, int kTransposedB = 0>
+// How fp32 operands are multiplied: as they are, or as three TF32 products,
+// 3xTF32:
+//   x = high + low, high = x rounded to TF32's 11 significand bits, low exact
+//   a * b = low_a * high_b + high_a * low_b + high_a * high_b
+// Tensor cores truncate when they accumulate, so a short sum starts from zero,
+// takes the tiny corrections first and is added to the accumulator by FADD: one
+// truncation at full magnitude a sum (measured in docs/performance.md).
+//   kExact   a sum a step of kGroupK; low is rounded too (the hardware drops
+//   its last bits): 2^-22 of x kShort   a sum two steps, low as it is: 2^-21 of
+//   x, fewer instructions; for gradients
+enum class Fp32Split { kNone, kExact, kShort };
+
+// kAhead: fragments are loaded this many steps (0 or 1) before their use; 0
+// needs fewer registers. kChunk > 0: so many stages are summed from zero, then
+// added (SIMT: a long running sum rounds at every product). kTransposedB > 0
+// (fp32): B lies as operand B of another ResidentMma, kTransposedB elements a
+// row (transposed_operand.h).
+template <typename Core, int kStages, int kAhead, Fp32Split kSplit, int kChunk = 0, int kTransposedB = 0>
 class ResidentMma
     : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
  public:
@@ -59,10 +69,11 @@ class ResidentMma
     lane_ = lane;
   }
 
-  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of kGroupK must
-  // be finite (zero-filled); those beyond are not touched.
+  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth
+  // up to the next multiple of 2 kGroupK must be finite (zero-filled); those
+  // beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
-    if constexpr (kSplitFp32) {
+    if constexpr (kSplit != Fp32Split::kNone) {
       multiply_split(acc, depth);
     } else if constexpr (kChunk > 0) {
       multiply_chunks(acc, depth);
@@ -125,19 +136,28 @@ class ResidentMma
     }
   }
 
-  // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill.
+  // Stages are a real loop: unrolled, the splits of all of them would be pulled
+  // up until registers spill.
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
+    constexpr int kSteps = kSplit == Fp32Split::kShort && kGroupsPerStage % 2 == 0 ? 2 : 1;
     auto a = this->warp_tile_iterator_A_;
     auto b = operand_b();
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
       CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < kGroupsPerStage; ++group) {
+      for (int group = 0; group < kGroupsPerStage; group += kSteps) {
         if ((stage * kGroupsPerStage + group) * kGroupK >= depth) return;
-        FragmentA frag_a;
-        FragmentB frag_b;
-        load(a, b, frag_a, frag_b, group);
-        split_step(acc, frag_a, frag_b);
+        FragmentC sum;
+        sum.clear();
+        CUTLASS_PRAGMA_UNROLL
+        for (int step = 0; step < kSteps; ++step) {
+          FragmentA frag_a;
+          FragmentB frag_b;
+          load(a, b, frag_a, frag_b, group + step);
+          split_step(sum, frag_a, frag_b);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < FragmentC::kElements; ++e) acc[e] += sum[e];
       }
     }
   }
@@ -156,28 +176,26 @@ class ResidentMma
   template <int kCount, typename Tf32>
   CUTLASS_DEVICE static void split(cutlass::Array<float, kCount> const& x, cutlass::Array<Tf32, kCount>& high,
                                    cutlass::Array<Tf32, kCount>& low) {
-    constexpr uint32_t kHalfUlp = 0x1000, kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
+    constexpr uint32_t kHalfUlp = 0x1000,
+                       kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
+    constexpr uint32_t kRoundLow = kSplit == Fp32Split::kExact ? kHalfUlp : 0;  // the hardware ignores those bits
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < kCount; ++e) {
       const float rounded = __uint_as_float((__float_as_uint(x[e]) + kHalfUlp) & kKept);
       high[e] = Tf32::bitcast(__float_as_uint(rounded));
-      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded) + kHalfUlp);  // the hardware ignores the last 13 bits
+      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded) + kRoundLow);
     }
   }
 
-  CUTLASS_DEVICE static void split_step(FragmentC& acc, FragmentA const& frag_a, FragmentB const& frag_b) {
+  CUTLASS_DEVICE static void split_step(FragmentC& sum, FragmentA const& frag_a, FragmentB const& frag_b) {
     Operator mma;
     typename Operator::TransformedFragmentA high_a, low_a;
     typename Operator::TransformedFragmentB high_b, low_b;
     split(frag_a, high_a, low_a);
     split(frag_b, high_b, low_b);
-    FragmentC sum;
-    sum.clear();
     mma(sum, low_a, high_b, sum);
     mma(sum, high_a, low_b, sum);
     mma(sum, high_a, high_b, sum);
-    CUTLASS_PRAGMA_UNROLL
-    for (int e = 0; e < FragmentC::kElements; ++e) acc[e] += sum[e];
   }
 
   CUTLASS_DEVICE static void step(FragmentC& acc, FragmentA const& frag_a, FragmentB const& frag_b) {

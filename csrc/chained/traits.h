@@ -1,9 +1,11 @@
-// One traits type per kernel: everything the forward kernel needs is derived here from a row of csrc/kernels_rows.py.
+// One traits type per kernel: everything the forward kernel needs is derived
+// here from a row of csrc/kernels_rows.py.
 //
 // Memory plan of a thread block (bytes grow to the right; see docs/design.md):
-//   [ Q | K block ]          first product's operands, or a stock pipeline's stages; the epilogue reuses them
-//   [ P | V block ]          second product's operands
-//   [ row scratch ]          maxima exchanged between warps, row scales of the epilogue
+//   [ Q | K block ]          first product's operands, or a stock pipeline's
+//   stages; the epilogue reuses them [ P | V block ]          second product's
+//   operands [ row scratch ]          maxima exchanged between warps, row
+//   scales of the epilogue
 #pragma once
 
 #include "chained/acc_coord.h"
@@ -30,15 +32,16 @@ struct Tile {
   static constexpr int kM = kM_, kN = kN_, kValue = kValue_;
 };
 
-// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a warp the same rows, so the softmax state
-// of a row stays in the registers of the lanes that hold its scores and its outputs.
+// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a
+// warp the same rows, so the softmax state of a row stays in the registers of
+// the lanes that hold its scores and its outputs.
 template <int kM_, int kQkN_, int kPvN_>
 struct Warp {
   static constexpr int kM = kM_, kQkN = kQkN_, kPvN = kPvN_;
 };
 
-// First product: the query tile stays in shared memory for K <= kMaxK, or both operands stream through a stock
-// pipeline.
+// First product: the query tile stays in shared memory for K <= kMaxK, or both
+// operands stream through a stock pipeline.
 template <int kMaxK_>
 struct ResidentQk {
   static constexpr bool kResident = true;
@@ -53,21 +56,25 @@ struct StreamedQk {
   static constexpr int kMaxK = 0;
   static constexpr int kStages = kStages_;
 };
-// fp32, few queries: streamed too, scores by FFMA in compensated sums (streamed_mma.h).
+// fp32, few queries: streamed too, scores by FFMA in compensated sums
+// (streamed_mma.h).
 struct CompensatedQk : StreamedQk<2> {
   static constexpr bool kCompensated = true;
 };
 
-// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
-// itself, a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
+// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it
+// per thread block), or the fp32 output itself, a value tile at a time, read
+// back by the epilogue's fp32 source (any Kv without recomputing S).
 struct OutputInRegisters {
   static constexpr bool kInMemory = false, kForward = true;
-  static constexpr int kScores = 1, kOutputs = 1;  // accumulators that live together during the first product
+  static constexpr int kScores = 1,
+                       kOutputs = 1;  // accumulators that live together during the first product
 };
 struct OutputInMemory : OutputInRegisters {
   static constexpr bool kInMemory = true;
 };
-// Backward pass (backward_traits.h): so many score tiles (S, dP) and output tiles at once.
+// Backward pass (backward_traits.h): so many score tiles (S, dP) and output
+// tiles at once.
 template <int kScores_, int kOutputs_>
 struct GradientOutput {
   static constexpr bool kInMemory = false, kForward = false;
@@ -85,8 +92,9 @@ struct FullBias {
   static constexpr bool kBias = true, kDropout = true;
 };
 
-// The stock main loop of the streamed first product. DefaultMma composes it from the arch; SIMT with a 16-bit input
-// needs iterators of the input's type before fp32 shared memory, which MmaPipelined converts between.
+// The stock main loop of the streamed first product. DefaultMma composes it
+// from the arch; SIMT with a 16-bit input needs iterators of the input's type
+// before fp32 shared memory, which MmaPipelined converts between.
 template <typename Arch, typename Shape, typename WarpShape, int kStages, int kAlignment>
 struct StreamedMmaOf {
   using Row = cutlass::layout::RowMajor;
@@ -142,12 +150,16 @@ struct ForwardTraits {
                                                           MmaElement, LayoutB, float, Row, typename Arch::OpClass,
                                                           Arch::kAsync ? 3 : 2, typename Arch::Operator>;
 
-  // Accumulators of S and O live together during the first product; what is left of 255 registers decides whether its
-  // fragments can be loaded a step ahead.
+  // Accumulators of S and O live together during the first product; what is
+  // left of 255 registers decides whether its fragments can be loaded a step
+  // ahead.
   static constexpr int kAccumulators =
       (Warp_::kM * (Output::kScores * Warp_::kQkN + Output::kOutputs * Warp_::kPvN)) / 32;
   static constexpr int kQkAhead = kAccumulators < 160 && !Arch::kSplitFp32 ? 1 : 0;
   static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
+
+  static constexpr Fp32Split kScoreSplit = Arch::kSplitFp32 ? Fp32Split::kExact : Fp32Split::kNone;
+  static constexpr Fp32Split kPvSplit = Arch::kSplitFp32 && !Output::kForward ? Fp32Split::kShort : kScoreSplit;
 
   // S = Q K^T
   static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
@@ -157,18 +169,21 @@ struct ForwardTraits {
   template <typename Q, typename = void>
   struct QkOf {  // streamed
     using Mma = EarlyStart<typename StreamedMmaOf<Arch, QkShape, QkWarpShape, Q::kStages, kAlignment>::Type>;
+    using ShortMma = Mma;
     using Operator = typename Mma::Operator;
     struct NoLoader {};
     using QueryLoader = NoLoader;
     using KeyLoader = NoLoader;
   };
-  // Both operands by our loaders: resident, or (kTile columns at a time) streamed.
+  // Both operands by our loaders: resident, or (kTile columns at a time)
+  // streamed.
   template <int kTile>
   struct LoadedQk {
     static_assert(Arch::kAsync, "the loaders of the first product use cp.async");
     static constexpr int kStages = kTile / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
-    using Product = ResidentMma<C, kStages, kQkAhead, Arch::kSplitFp32>;
+    using Product = ResidentMma<C, kStages, kQkAhead, kScoreSplit>;
+    using ShortProduct = ResidentMma<C, kStages, kQkAhead, kPvSplit>;
     using Operator = typename Product::Operator;
     template <typename ThreadMap>
     using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
@@ -178,6 +193,7 @@ struct ForwardTraits {
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<Q::kResident>> : LoadedQk<Q::kMaxK> {
     using Mma = typename LoadedQk<Q::kMaxK>::Product;
+    using ShortMma = typename LoadedQk<Q::kMaxK>::ShortProduct;
   };
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<!Q::kResident && Arch::kOwnStream>> : LoadedQk<kQkStep> {
@@ -187,9 +203,13 @@ struct ForwardTraits {
     using Compensated = CompensatedMma<AccCoord<typename Loaded::Operator::IteratorC>, typename Loaded::Product,
                                        typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
     using Mma = std::conditional_t<Q::kCompensated, Compensated, Plain>;
+    using ShortMma =
+        StreamedMma<typename Loaded::ShortProduct, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
   };
   static constexpr bool kLoadedStream = !Qk::kResident && Arch::kOwnStream;
   using QkMma = typename QkOf<Qk>::Mma;
+  using DpMma = typename QkOf<Qk>::ShortMma;  // backward: the other product of
+                                              // the same operands' shapes
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
@@ -202,10 +222,11 @@ struct ForwardTraits {
   static constexpr int kPvStages = kTileN / kPvStep;
   static_assert(kTileN % kPvStep == 0, "stages of P and V must fill the key block");
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
-  // Backward, fp32: B of the output products is the resident tile that was B of the scores.
+  // Backward, fp32: B of the output products is the resident tile that was B of
+  // the scores.
   static constexpr int kTransposedB =
       !Output::kForward && Qk::kResident && std::is_same<Element, float>::value ? Qk::kMaxK : 0;
-  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, Arch::kSplitFp32, Arch::kPvChunk, kTransposedB>;
+  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
   static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,
@@ -218,8 +239,9 @@ struct ForwardTraits {
   using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
 
   // Output
-  // Elements in one store. CUTLASS's thread map spreads a row over accesses of 256 bytes: 16-byte accesses need a tile
-  // that is a multiple of that wide, others (320 columns of 16 bits) take 4-byte ones.
+  // Elements in one store. CUTLASS's thread map spreads a row over accesses of
+  // 256 bytes: 16-byte accesses need a tile that is a multiple of that wide,
+  // others (320 columns of 16 bits) take 4-byte ones.
   static constexpr bool kWholeRows =
       kValueTile * int(sizeof(Element)) % 256 == 0 || kValueTile * int(sizeof(Element)) < 256;
   static constexpr int kPerStore = kAlignment == 1 || Arch::kSimt ? 1 : (kWholeRows ? 16 : 4) / int(sizeof(Element));
@@ -228,8 +250,9 @@ struct ForwardTraits {
   using OutputIterator = typename Parts::OutputTileIterator;
   using SourceIterator =
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
-  // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
-  // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
+  // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a
+  // running sum grow with the root of the number of additions; two levels keep
+  // them at torch's level for 65537 keys (docs/performance.md).
   static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident && Output::kForward ? 1024 : 0;
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
@@ -244,10 +267,12 @@ struct ForwardTraits {
 
   struct Empty {};
   struct SourceScale {
-    float source_scale[kTileM];  // epilogue: factor of what the output already holds
+    float source_scale[kTileM];  // epilogue: factor of what the output already
+                                 // holds
   };
   struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
-    float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
+    float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged
+                                      // between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
     Element* out;                     // kept here, not in registers, until the epilogue
     float* lse;
@@ -259,14 +284,18 @@ struct ForwardTraits {
     };
     union {
       typename PvMma::Base::SharedStorage pv;
-      std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage, Empty> flush_epilogue;  // P and V are used
+      std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage,
+                         Empty> flush_epilogue;  // P and V are used
     };
-    std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage, Empty> epilogue;  // P is still needed
+    std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage,
+                       Empty> epilogue;  // P is still needed
     Scratch scratch;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");
-  static_assert(kThreads <= 512, "255 registers a thread do not allow more than 256 threads, 128 not more than 512");
+  static_assert(kThreads <= 512,
+                "255 registers a thread do not allow more "
+                "than 256 threads, 128 not more than 512");
 };
 
 }  // namespace chained
