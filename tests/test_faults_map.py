@@ -10,7 +10,7 @@ from faults import FAULTS, LATER
 
 TESTS = Path(__file__).resolve().parent
 
-# What this work owes: each of these has at least one test, not only a promise.
+# What the forward and the backward pass owe: each of these has a test, not only a promise.
 FORWARD = [
     1,
     2,
@@ -37,6 +37,8 @@ FORWARD = [
     47,
     48,
 ]
+TRAINING = [5, 6, 7, 8, 12, 13, 14, 18, 24, 25, *range(30, 39), 41, 42, 43, 45, 47, 48]
+BACKWARD_FILES = ("faults_backward", "faults_dropout", "faults_training", "training", "poison")
 
 
 def functions(path: Path) -> set[str]:
@@ -57,6 +59,17 @@ def test_every_fault_has_an_entry() -> None:
 
 def test_forward_faults_have_tests() -> None:
     missing = [n for n in FORWARD if all(test in LATER for test in FAULTS[f"B{n:02}"].tests)]
+    assert missing == []
+
+
+def test_backward_faults_have_tests() -> None:
+    """One of the files that differentiate is named."""
+    files = {f"test_{name}.py" for name in BACKWARD_FILES}
+    missing = [
+        n
+        for n in TRAINING
+        if not any(test.partition("::")[0] in files for test in FAULTS[f"B{n:02}"].tests)
+    ]
     assert missing == []
 
 

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import backward_cases
 import cases
 import pytest
 import torch
+from backward_cases import BackwardCase
 from cases import Case
 
 memeff_attn = pytest.importorskip("memeff_attn")
@@ -95,14 +97,131 @@ def test_without_lse_none_is_allocated() -> None:
     assert peak_increase(call) <= case.B * case.M * case.H * 2 + 2 * MIB
 
 
+def gradient_bytes(case: BackwardCase, inputs: cases.Inputs) -> int:
+    wanted = zip("qkvb", inputs.tuple()[:4], strict=True)
+    wants = backward_cases.usable(case, inputs)
+    return sum(
+        x.numel() * x.element_size() for letter, x in wanted if letter in wants and x is not None
+    )
+
+
+def workspace_bytes(case: BackwardCase, inputs: cases.Inputs) -> int:
+    """What the docstring states: B * H * M floats, and partial sums in fp32 of at most 8 times a
+    gradient's elements, or 64 MiB, each."""
+    heads = case.H * (2 if case.rank == "bmghk" else 1)
+    total = 4 * case.B * heads * case.M
+    wants = backward_cases.usable(case, inputs)
+    for letter, x in zip("qkvb", inputs.tuple()[:4], strict=True):
+        if letter in wants and x is not None:
+            total += max(8 * 4 * x.numel(), 64 * MIB)
+    return total
+
+
+def backward_peak(case: BackwardCase, inputs: cases.Inputs) -> int:
+    """Bytes that the backward pass allocated at its peak, the gradients included."""
+    wants = backward_cases.usable(case, inputs)
+    leaves = [
+        None if x is None else x.detach().requires_grad_(letter in wants)
+        for letter, x in zip("qkvb", inputs.tuple()[:4], strict=True)
+    ]
+    query, key, value, bias = leaves
+    mask = bias if bias is not None else backward_cases.mask_object(inputs.causal)
+    out = memeff_attn.memory_efficient_attention(query, key, value, mask, case.p)
+    grad_out = torch.randn_like(out)
+    asked = [x for x in leaves if x is not None and x.requires_grad]
+    return peak_increase(lambda: torch.autograd.grad(out, asked, grad_out, retain_graph=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        BackwardCase("f16", B=1, M=8192, N=8192, H=4, K=64),
+        BackwardCase("bf16", B=1, M=8192, N=8192, H=4, K=128, mask="top_left", p=0.1),
+        BackwardCase("f32", B=1, M=8192, N=8192, H=4, K=64, mask="bottom_right"),
+        BackwardCase("f32", B=1, M=4096, N=8192, H=4, K=33, p=0.3),
+        BackwardCase("f16", B=1, M=4096, N=8192, H=4, K=33, Kv=513),
+        BackwardCase("f16", B=1, M=4096, N=8192, H=2, K=512),
+        BackwardCase("f16", B=1, M=64, N=1 << 16, H=1, K=64),
+        BackwardCase("f16", B=1, M=1 << 16, N=64, H=1, K=64),
+        BackwardCase("bf16", B=4, M=2048, N=2048, H=8, K=64, bias="b11n:f32"),
+        BackwardCase("bf16", B=4, M=2048, N=2048, H=8, K=64, bias="1111"),
+        BackwardCase("f16", B=32, M=1024, N=1024, H=8, K=64, bias="11mn", wants="b"),
+        BackwardCase("f16", B=32, M=1024, N=1024, H=8, K=64, bias="1hmn", p=0.1),
+        BackwardCase("f16", B=2, M=2048, N=2048, H=4, K=64, bias="bhmn"),
+        BackwardCase("f16", B=864, M=64, N=64, H=3, K=32, bias="1hmn:f32"),
+        BackwardCase("bf16", B=4, M=256, N=12288, H=16, Hkv=2, K=512),
+        BackwardCase("f16", B=2, M=2048, N=4096, H=8, K=64, strides="heads_first"),
+        BackwardCase("f16", B=2, M=2048, N=4096, H=8, K=40, strides="heads0"),
+        BackwardCase("f16", B=2, M=2048, N=4096, H=4, K=64, rank="bmghk"),
+    ],
+    ids=str,
+)
+def test_backward_peak_is_gradients_and_workspace(case: BackwardCase) -> None:
+    """No [B, H, M, N] unless it is a gradient, no expanded key or value, no fp32 copy: the
+    gradients and the stated workspace (each rounded up by the allocator)."""
+    inputs = cases.make(case, "cuda")
+    allowed = gradient_bytes(case, inputs) + workspace_bytes(case, inputs) + 4 * MIB
+    peak = backward_peak(case, inputs)
+    assert peak <= allowed, f"{peak / MIB:.0f} MiB, allowed {allowed / MIB:.0f}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_backward_workspace_of_many_blocks(dtype: str) -> None:
+    """Where the blocks fill the GPU nothing is split: the gradients and delta alone."""
+    case = BackwardCase(dtype, B=16, M=2048, N=2048, H=16, K=64)
+    inputs = cases.make(case, "cuda")
+    delta = 4 * case.B * case.H * case.M
+    assert backward_peak(case, inputs) <= gradient_bytes(case, inputs) + delta + 4 * MIB
+
+
+@pytest.mark.gpu
+def test_strided_gradient_of_out_copies_that_tensor_alone() -> None:
+    """Stride-0 and permuted gradients are read as they are; a last stride other than 1 is a copy
+    of that tensor."""
+    for grad, copies in (("rows0", 0), ("heads_first", 0), ("last_dim", 1), ("sum", 1)):
+        case = BackwardCase("f16", B=16, M=2048, N=2048, H=16, K=64, grad=grad)
+        inputs = cases.make(case, "cuda")
+        query, key, value = (x.requires_grad_() for x in inputs.tuple()[:3])
+        out = memeff_attn.memory_efficient_attention(query, key, value)
+        grad_out = backward_cases.make_grad(case, "cuda", query)
+        three = [query, key, value]
+
+        def call(o=out, x=three, g=grad_out) -> object:
+            return torch.autograd.grad(o, x, g, retain_graph=True)
+
+        call()
+        delta, copied = 4 * case.B * case.H * case.M, copies * out.numel() * 2
+        allowed = gradient_bytes(case, inputs) + delta + copied + 4 * MIB
+        assert peak_increase(call) <= allowed, grad
+
+
+@pytest.mark.gpu
+def test_saved_for_backward_is_out_and_lse() -> None:
+    """Between the passes: the inputs, out, LSE and 16 bytes of seed; no mask, no copy."""
+    case = Case("f16", B=2, M=4096, N=4096, H=8, K=64)
+    query, key, value = (x.requires_grad_() for x in cases.make(case, "cuda").tuple()[:3])
+    memeff_attn.memory_efficient_attention(query, key, value, p=0.1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = memeff_attn.memory_efficient_attention(query, key, value, p=0.1)
+    kept = torch.cuda.memory_allocated() - before
+    assert kept <= out.numel() * 2 + 4 * case.B * case.H * case.M + 64 * 1024
+
+
 CHILD = """
 import resource, sys, torch
 import memeff_attn
-M, K, kv, bias = (int(x) for x in sys.argv[1:])
+M, K, kv, bias, train = (int(x) for x in sys.argv[1:])
 torch.set_num_threads(1)
 def call(m):
     q, k, v = (torch.randn(1, m, 4, d) for d in (K, K, kv))
     b = torch.zeros(1, 1, 1, m) if bias else None
+    if train:
+        leaves = [x.requires_grad_() for x in (q, k, v, b) if x is not None]
+        memeff_attn.memory_efficient_attention(q, k, v, b, 0.1 * bias).sum().backward()
+        return
     memeff_attn.memory_efficient_attention_forward_requires_grad(q, k, v, b)
 call(64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -111,17 +230,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (16, 24)], ids=["same_dims", "other_value_dim"])
-@pytest.mark.parametrize("bias", [0, 1], ids=["no_bias", "bias"])
-def test_cpu_path_is_blockwise(dims: tuple[int, int], bias: int) -> None:
-    """The CPU path holds no [H, M, N] scores: resident memory of a child process grows by far
-    less."""
-    rows = 6000
+@pytest.mark.parametrize(
+    ("dims", "bias", "train"),
+    [(dims, bias, 0) for dims in ((16, 16), (16, 24)) for bias in (0, 1)]
+    + [((16, 16), 0, 1), ((16, 24), 1, 1)],
+    ids=str,
+)
+def test_cpu_path_is_blockwise(dims: tuple[int, int], bias: int, train: int) -> None:
+    """The CPU path holds no [H, M, N] scores, nor does its backward pass (with the bias: dropout
+    and a gradient summed over the rows): resident memory of a child process grows by far less."""
+    rows = 6000 if not train else 5000
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    argv = [sys.executable, "-c", CHILD, *(str(n) for n in (rows, *dims, bias))]
+    argv = [sys.executable, "-c", CHILD, *(str(n) for n in (rows, *dims, bias, train))]
     done = subprocess.run(
         argv, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
