@@ -52,6 +52,7 @@ struct BiasView {
 // Log-sum-exp, natural logarithm, fp32, [B, G, heads_per_group, M]; the last stride is 1. -inf where no key is visible.
 struct LseView {
   float* data = nullptr;  // null: not wanted
+  float* low = nullptr;   // what rounding took from it, laid out the same; null: not wanted, or 0
   int64_t stride_b = 0;
   int64_t stride_g = 0;
   int64_t stride_h = 0;

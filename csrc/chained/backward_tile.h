@@ -88,15 +88,19 @@ struct BackwardTile {
       const int row = row0 + i;
       float lse = -negative_infinity(), low = 0.f, delta = 0.f;
       if (row < f.queries) {
-        const float natural = f.lse.data[head_offset(f.lse, at.batch, at.group, at.member) + row];
+        const int64_t place = head_offset(f.lse, at.batch, at.group, at.member) + row;
+        const float natural = f.lse.data[place];
         if (natural != negative_infinity()) {
           lse = Traits::kBias ? natural : natural * kLog2e;
-          if (Traits::kPrecise) low = __fmaf_rn(natural, kLog2e, -lse) + natural * kLog2eLow;
+          if constexpr (Traits::kLow) {
+            low = f.lse.low != nullptr ? f.lse.low[place] : 0.f;
+            if (Traits::kExact) low = __fmaf_rn(natural, kLog2e, -lse) + __fmaf_rn(natural, kLog2eLow, low * kLog2e);
+          }
           delta = p.delta[offset(offset(at.batch, f.heads) + at.head, f.queries) + row];
         }
       }
       smem.lse[i] = lse;
-      if constexpr (Traits::kPrecise) smem.lse_low[i] = low;
+      if constexpr (Traits::kLow) smem.lse_low[i] = low;
       smem.delta[i] = delta;
     }
   }
@@ -171,7 +175,11 @@ struct BackwardTile {
   CUTLASS_DEVICE float weight(float s, int statistic) const {
     const float lse = smem.lse[statistic];
     float t = Traits::kBias ? s - lse : __fmaf_rn(s, args.exponent, -lse);
-    if constexpr (Traits::kPrecise) t += __fmaf_rn(s, args.exponent_low, -smem.lse_low[statistic]);
+    if constexpr (Traits::kExact) {
+      t += __fmaf_rn(s, args.exponent_low, -smem.lse_low[statistic]);
+    } else if constexpr (Traits::kLow) {
+      t -= smem.lse_low[statistic];
+    }
     t = t > 0.f ? 0.f : t;  // P <= 1 whatever S rounds to (docs/decisions.md); NaN stays
     return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
   }

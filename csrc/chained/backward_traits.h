@@ -60,10 +60,11 @@ struct BackwardTraits
   // tile as B of the scores and as B of an output product are the same function
   // (backward_tile.h checks it), fp32 reads it by TransposedOperand.
 
-  // The exponent: x - lse in natural units with a bias, where x is a sum
-  // anyway; scale * log2(e) folded into one FFMA without; and for fp32 with the
-  // rounding errors of that factor and of lse * log2(e) added back.
-  static constexpr bool kPrecise = std::is_same<Element, float>::value && !Chain::kBias;
+  // The exponent: with a bias x - lse in natural units, x being a sum anyway; without, scale * log2(e) folded into one
+  // FFMA. Both take the low part of the lse where it matters: fp32, and biases of any size. kExact: and the rounding
+  // errors of the folded factor and of lse * log2(e).
+  static constexpr bool kLow = std::is_same<Element, float>::value || Chain::kBias;
+  static constexpr bool kExact = std::is_same<Element, float>::value && !Chain::kBias;
 
   using QkStorage = typename QkMma::Base::SharedStorage;
   using OutStorage = typename OutMma::Base::SharedStorage;
@@ -106,9 +107,9 @@ struct BackwardTraits
   struct LowParts {};
   template <typename Dummy>
   struct LowParts<true, Dummy> {
-    float lse_low[kStatRows];  // what rounding took from lse * log2(e)
+    float lse_low[kStatRows];  // to be subtracted as well
   };
-  struct SharedStorage : LowParts<kPrecise> {
+  struct SharedStorage : LowParts<kLow> {
     union {
       Operands operands;
       std::conditional_t<kWhat == Gradient::kBias, BiasSum, typename Chain::Epilogue::SharedStorage> last;

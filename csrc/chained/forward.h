@@ -250,9 +250,9 @@ struct ForwardBlock {
       inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
       if constexpr (Traits::kDropout) inverse[i] *= p.dropout.keep_scale;
       if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) {
-        const float reference = Exponent::reference(state.max[i], args.exponent);
-        lse[row] = state.sum[i] == 0.f ? negative_infinity()
-                                       : Exponent::natural(reference, args.exponent) + logf(state.sum[i]);
+        const float2 both = log_sum_exp<Exponent>(Exponent::reference(state.max[i], args.exponent), state.sum[i]);
+        lse[row] = both.x;
+        if (p.lse.low != nullptr) lse[row + (p.lse.low - p.lse.data)] = both.y;
       }
     }
   }

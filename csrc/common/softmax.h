@@ -16,6 +16,7 @@ namespace memeff {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLog2eLow = 1.925963033e-8f;  // log2(e) - kLog2e
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLn2Low = -1.904654323e-9f;  // ln(2) - kLn2
 
 CUTLASS_DEVICE float negative_infinity() { return -__int_as_float(0x7f800000); }
 
@@ -30,7 +31,11 @@ struct FoldedScale {
   CUTLASS_DEVICE static float rescale(float max_before, float reference, float c) {
     return ptx::exp2_approx(__fmul_rn(max_before, c) - reference);
   }
-  CUTLASS_DEVICE static float natural(float reference, float) { return reference * kLn2; }
+  // The reference in natural units, in two parts.
+  CUTLASS_DEVICE static float2 natural(float reference) {
+    const float high = __fmul_rn(reference, kLn2);
+    return make_float2(high, __fmaf_rn(reference, kLn2, -high) + reference * kLn2Low);
+  }
 };
 
 struct PlainLogits {
@@ -41,8 +46,21 @@ struct PlainLogits {
   CUTLASS_DEVICE static float rescale(float max_before, float reference, float c) {
     return ptx::exp2_approx((max_before - reference) * c);
   }
-  CUTLASS_DEVICE static float natural(float reference, float) { return reference; }
+  CUTLASS_DEVICE static float2 natural(float reference) { return make_float2(reference, 0.f); }
 };
+
+// log(sum of 2^(x c - reference)) + the reference, in two parts: their sum is right to about 2^-45 where fp32 alone
+// loses log(sum) beside a large reference. The backward pass needs both: exp(x - lse) is a weight.
+template <typename Exponent>
+CUTLASS_DEVICE float2 log_sum_exp(float reference, float sum) {
+  if (sum == 0.f) return make_float2(negative_infinity(), 0.f);
+  const float2 natural = Exponent::natural(reference);
+  const float log_sum = logf(sum);
+  const float total = __fadd_rn(natural.x, log_sum);  // and its rounding error: TwoSum, Knuth
+  const float part = __fsub_rn(total, natural.x);
+  const float error = __fadd_rn(__fsub_rn(natural.x, __fsub_rn(total, part)), __fsub_rn(log_sum, part));
+  return make_float2(total, error + natural.y);
+}
 
 // State of the rows that one thread holds accumulators of. `sum` is this thread's part only: the parts are added up
 // once, at the end, because every thread of a row uses the same maximum. kTwoLevels: sums are set aside now and then,
