@@ -44,9 +44,10 @@ bool has_code(const KernelRow& row, const Request& request) {
   return row.ptx != 0 && row.ptx <= request.sm;
 }
 
-// Full forward rows serve every call with dropout, full backward rows every call with a bias, dropout or both.
+// Full rows have both features: forward ones serve every call with dropout, backward ones every call with a bias,
+// dropout or both. Other rows serve calls with exactly their features.
 bool takes_dropout(const KernelRow& row, const Request& request) {
-  if (row.kind == Pass::kBackward) return row.dropout || !request.dropout;
+  if (row.kind == Pass::kBackward && row.is_full()) return true;  // takes_bias decides
   return row.dropout == request.dropout;
 }
 

@@ -116,8 +116,6 @@ def check_rows(rows: list[Any]) -> None:
             if getattr(row, field) not in allowed:
                 got = getattr(row, field)
                 raise ValueError(f"row {row.name}: {field} is {got!r}, not one of {list(allowed)}")
-        if row.kind == "bwd" and row.bias != row.dropout:
-            raise ValueError(f"row {row.name}: a backward row takes bias and dropout, or neither")
         if not row.min_sm <= row.max_sm:
             raise ValueError(f"row {row.name}: min_sm {row.min_sm} > max_sm {row.max_sm}")
 

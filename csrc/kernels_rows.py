@@ -79,14 +79,22 @@ class Gradient:
     blocks: tuple[int, int] = (1, 1)  # an SM: of the queries' kernel, of the keys'
     full_blocks: tuple[int, int] = (1, 1)
     buffers: int = 1
-    kinds: tuple[bool, ...] = (False, True)  # plain, full
-    spills: tuple[bool, ...] = ()
+    kinds: tuple[str, ...] = ("plain", "full")  # keys of FEATURES
+    spills: bool = False
 
 
+# Of backward rows: the policy of chained/traits.h, bias, dropout. Full rows serve calls with either
+# or both.
+FEATURES = {
+    "plain": ("NoBias", False, False),
+    "dropout": ("DropoutOnly", False, True),
+    "full": ("FullBias", True, True),
+}
 QK = {"resident": "ResidentQk<{}>", "streamed": "StreamedQk<{}>", "compensated": "CompensatedQk"}
 BYTES = {"f16": 2, "bf16": 2, "f32": 4}
 BOTH = (False, True)
-NO_BIAS = PLAIN = (False,)
+PLAIN = ("plain",)
+NO_BIAS = (False,)
 BIAS = (True,)
 FEW_QUERIES: dict[str, Any] = {"max_m": 64, "max_blocks_per_sm": 3}
 
@@ -157,20 +165,21 @@ def gradients(
         kind, size = shape.qk.split(":")
         alignment = shape.alignment or 16 // BYTES[dtype]
         warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])
-        for full in shape.kinds:
+        for feature in shape.kinds:
+            policy, bias, dropout = FEATURES[feature]
             arguments = [
                 f"chained::{cpp_arch}",
                 f"chained::Tile<{', '.join(map(str, shape.tile))}>",
                 f"chained::Warp<{', '.join(map(str, shape.warp))}>",
                 f"chained::{QK[kind].format(size)}",
                 str(alignment),
-                f"chained::{'FullBias' if full else 'NoBias'}",
-                *map(str, shape.full_blocks if full else shape.blocks),
+                f"chained::{policy}",
+                *map(str, shape.full_blocks if bias else shape.blocks),
                 str(shape.buffers),
             ]
             parts = ["chained_bwd", arch, dtype, "tf32" * (math == "tf32"), shape.suffix]
             yield Variant(
-                name="_".join(filter(None, [*parts, "full" * full])),
+                name="_".join(filter(None, [*parts, feature.replace("plain", "")])),
                 family="chained",
                 arch=arch,
                 dtype=dtype,
@@ -178,19 +187,19 @@ def gradients(
                 max_k=shape.max_k,
                 max_kv=shape.max_k,
                 alignment=alignment,
-                bias=full,
+                bias=bias,
                 tile_m=shape.tile[0],
                 tile_n=shape.tile[1],
                 value_tile=shape.tile[2],
                 threads=32 * warps,
-                smem_bytes=shape.smem[full],
+                smem_bytes=shape.smem[bias],
                 min_sm=sms[0],
                 max_sm=sms[1],
                 traits=f"chained::BackwardRow<{', '.join(arguments)}>",
-                allow_spill=full in shape.spills,
+                allow_spill=shape.spills,
                 header="chained/backward_launch.h",
                 kind="bwd",
-                dropout=full,
+                dropout=dropout,
             )
 
 
@@ -375,15 +384,15 @@ SIMT_FULL = [
 GRADIENTS_SM80_16 = [
     Gradient(
         "k32", (64, 64, 32), (16, 64, 32), "resident:32", (33792, 34048), 32, blocks=(4, 3),
-        full_blocks=(3, 2), spills=BOTH,
+        full_blocks=(3, 2), spills=True,
     ),
     Gradient(
         "k64", (64, 64, 64), (32, 32, 32), "resident:64", (50176, 50432), 64, blocks=(3, 3),
-        full_blocks=(2, 2), spills=BOTH,
+        full_blocks=(2, 2), kinds=("plain", "dropout", "full"), spills=True,
     ),
     Gradient(
         "k128", (64, 64, 128), (32, 32, 64), "resident:128", (82944, 83200), 128, blocks=(2, 2),
-        spills=BOTH,
+        kinds=("plain", "dropout", "full"), spills=True,
     ),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
     Gradient(
@@ -394,47 +403,47 @@ GRADIENTS_SM80_16 = [
         "k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480, 0), 256, kinds=PLAIN
     ),
     Gradient(
-        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=BOTH
+        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=True
     ),
     Gradient("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN),
-    Gradient("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 91392), spills=BOTH),
+    Gradient("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 91392), spills=True),
 ]  # fmt: skip
 GRADIENTS_SM80_16_UNALIGNED = [
     Gradient(
         "unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", (58368, 58624), alignment=1,
-        blocks=(2, 2), spills=BOTH,
+        blocks=(2, 2), spills=True,
     ),
 ]  # fmt: skip
 GRADIENTS_SM80_F32 = [
     Gradient(
         "k32", (64, 64, 32), (16, 64, 32), "resident:32", (66816, 66816), 32, blocks=(2, 2),
-        spills=BOTH,
+        spills=True,
     ),
     Gradient(
         "k64", (64, 64, 64), (32, 32, 32), "resident:64", (99584, 99584), 64, blocks=(2, 2),
-        spills=BOTH,
+        spills=True,
     ),
     Gradient(
         "k128", (32, 64, 128), (32, 16, 32), "resident:128", (115712, 0), 128, blocks=(2, 2),
         kinds=PLAIN,
     ),
     Gradient(
-        "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968, 0), kinds=PLAIN, spills=BOTH
+        "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968, 0), kinds=PLAIN, spills=True
     ),
     Gradient(
-        "any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66816), alignment=1, spills=BOTH
+        "any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66816), alignment=1, spills=True
     ),
 ]  # fmt: skip
 GRADIENTS_HMMA = [  # Turing and Volta
-    Gradient("v64", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 34048), spills=BOTH),
+    Gradient("v64", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 34048), spills=True),
     Gradient(
         "unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", (33792, 34048), alignment=1,
-        spills=BOTH,
+        spills=True,
     ),
 ]  # fmt: skip
 GRADIENTS_SIMT_F32 = [
     Gradient(
-        "any", (64, 64, 64), (32, 32, 32), "streamed:2", (43776, 43776), alignment=1, spills=BOTH
+        "any", (64, 64, 64), (32, 32, 32), "streamed:2", (43776, 43776), alignment=1, spills=True
     ),
 ]  # fmt: skip
 GRADIENTS_SIMT_BF16 = [replace(GRADIENTS_SIMT_F32[0], smem=(43520, 43776))]

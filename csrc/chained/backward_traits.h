@@ -28,6 +28,11 @@
 namespace memeff {
 namespace chained {
 
+// Dropout without a bias.
+struct DropoutOnly {
+  static constexpr bool kBias = false, kDropout = true;
+};
+
 enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias };
 
 template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, int kAlignment_, typename Bias_, int kBlocks_,
