@@ -39,13 +39,26 @@ BiasView bias_view(const TensorDesc& bias, const Canonical& q) {
   return view;
 }
 
-LseView lse_view(const TensorDesc& lse, const Canonical& q) {
-  LseView view;
-  view.data = static_cast<float*>(lse.data);
-  view.stride_b = stride_of(lse, 0);
-  if (lse.rank == 4) view.stride_g = stride_of(lse, 1), view.stride_h = stride_of(lse, 2);
-  if (lse.rank == 3) view.stride_h = stride_of(lse, 1), view.stride_g = view.stride_h * q.heads;
-  return view;
+// A dimension of 2 before those of the plain shape: the log-sum-exp and what rounding took from it.
+Status read_lse(const TensorDesc& lse, const Canonical& q, int query_rank, LseView* view) {
+  if (lse.dtype != int32_t(DType::kF32)) return invalid("lse is not float32");
+  const int rank = query_rank == 5 ? 4 : 3, parts = lse.rank > rank ? 1 : 0;
+  int64_t expected[kMaxRank] = {2};
+  int64_t* plain = expected + parts;
+  plain[0] = q.b, plain[rank - 1] = q.length;
+  if (query_rank == 5)
+    plain[1] = q.groups, plain[2] = q.heads;
+  else
+    plain[1] = q.groups * q.heads;
+  if (Status s = check_shape(lse, "lse", expected, rank + parts); !s.ok()) return s;
+  const int last = lse.rank - 1;
+  if (q.length != 1 && lse.strides[last] != 1) return invalid("lse has a last stride other than 1");
+  view->data = static_cast<float*>(lse.data);
+  if (parts != 0) view->low = view->data + lse.strides[0];
+  view->stride_b = stride_of(lse, parts);
+  view->stride_h = stride_of(lse, last - 1);
+  view->stride_g = query_rank == 5 ? stride_of(lse, parts + 1) : view->stride_h * q.heads;
+  return {};
 }
 
 bool fits_int32(int64_t n) { return n <= std::numeric_limits<int32_t>::max(); }
@@ -118,14 +131,8 @@ Status make_forward(const ForwardCall& a, ForwardParams* p, Request* r) {
     if (Status s = check_bias(a.bias, query, N); !s.ok()) return s;
     p->bias = bias_view(a.bias, q);
   }
-  if (a.lse.has_value()) {
-    if (a.lse.dtype != int32_t(DType::kF32)) return invalid("lse is not float32");
-    const int64_t shapes[3][4] = {{q.b, 1, M}, {q.b, heads, M}, {q.b, q.groups, q.heads, M}};
-    if (Status s = check_shape(a.lse, "lse", shapes[rank - 3], rank == 5 ? 4 : 3); !s.ok()) return s;
-    const int lse_last = a.lse.rank - 1;
-    if (M != 1 && a.lse.strides[lse_last] != 1) return invalid("lse has a last stride other than 1");
-    p->lse = lse_view(a.lse, q);
-  }
+  if (a.lse.has_value())
+    if (Status s = read_lse(a.lse, q, rank, &p->lse); !s.ok()) return s;
   if (a.causal < 0 || a.causal > 2) return invalid("causal is " + to_string(a.causal) + ", not 0, 1 or 2");
   if (Status s = make_dropout(a.seed, a.p, &p->dropout); !s.ok()) return s;
   p->batch = q.b;

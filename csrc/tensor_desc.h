@@ -68,7 +68,8 @@ struct ForwardCall {
 // the tensors (all but sm, smem_optin and sm_count).
 //   3-D: query [B, M, K];  4-D: query [B, M, H, K], key and value [B, N, Hkv, K|Kv], Hkv divides H;
 //   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv.
-//   bias: [B|1, (G|1, H|1 | H|1,) M|1, N|1]; lse [B, 1, M] | [B, H, M] | [B, G, H, M], last stride 1.
+//   bias: [B|1, (G|1, H|1 | H|1,) M|1, N|1]; lse [(2,) B, 1, M] | [(2,) B, H, M] | [(2,) B, G, H, M],
+//   last stride 1; part 1 is what rounding took from part 0.
 //   seed: int64 [2], {seed, offset}.
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request);
 

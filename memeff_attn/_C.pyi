@@ -39,6 +39,9 @@ Scalars = tuple[int, int, list[int] | tuple[int, ...], list[int] | tuple[int, ..
 source_hash: str
 is_cuda_build: bool
 
+# lse: fp32 [B, H, M], [B, 1, M] or [B, G, H, M], or with a dimension of 2 before these: part 0 is
+# the log-sum-exp, part 1 what rounding took from it. forward writes, and backward reads, what is
+# there.
 # None: launched. Otherwise (code, message): 1 ValueError, 2 NotImplementedError, 3 RuntimeError.
 # Raises TypeError where a tensor's type has no DLPack C exchange API: the calls named
 # _scalars take those.

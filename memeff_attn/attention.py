@@ -63,8 +63,8 @@ def memory_efficient_attention(
         op: operators of memeff_attn.dispatch to insist on: a forward one, or a tuple (forward,
             backward), each of which may be None; default: the best.
         output_dtype: the query's dtype until [masks].
-    Memory: the output and, where a gradient is asked for, its log-sum-exp; the backward pass takes
-        the gradients and B * H * M floats and, where few blocks fill the GPU, partial sums: for
+    Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
+        what rounding took from it); the backward pass takes the gradients and B * H * M floats and, where few blocks fill the GPU, partial sums: for
         each gradient at most 8 times its elements, or 64 MiB, in float32. Nothing grows with
         M * N but a gradient of a bias that does. On the CPU also a few blocks of scores.
     Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
@@ -126,7 +126,8 @@ def memory_efficient_attention_forward_requires_grad(
     """
     if p != 0.0 and seed is None:
         _refuse_dropout(Inputs(query, key, value, attn_bias, p, scale))
-    return _attention(query, key, value, attn_bias, p, scale, op, output_dtype, True, seed)
+    out, lse = _attention(query, key, value, attn_bias, p, scale, op, output_dtype, True, seed)
+    return out, lse[0]
 
 
 def memory_efficient_attention_backward(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from . import cpu, dispatch, ops
-from .inputs import check_gradient, check_inputs
+from .inputs import check_gradient, check_inputs, lse_shape
 
-# grad_out: of out, any strides; out, lse: what forward gave; needs: of query, key, value and
+# grad_out: of out, any strides; out, lse: what forward gave, or part 0 of that lse; needs: of query, key, value and
 # attn_bias; the rest as in forward.
 _SCHEMA = (
     "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
@@ -164,9 +164,10 @@ def _backward_cpu(
         settings = scale, p, causal, tf32, variant
         failure = ops.UNSUPPORTED, ""
         raise _error(failure, grad_out, query, key, value, attn_bias, out, lse, settings)
+    high = lse[0] if lse.dim() > len(lse_shape(query)) else lse
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
         grads = cpu.backward(
-            grad_out, query, key, value, attn_bias, out, lse, scale, causal, needs, p, seed
+            grad_out, query, key, value, attn_bias, out, high, scale, causal, needs, p, seed
         )
     bias = query if attn_bias is None else attn_bias
     a, b, c, d = (

@@ -24,11 +24,11 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
 )
-from .inputs import Inputs, check_inputs, lse_shape
+from .inputs import Inputs, check_inputs, two_part_lse_shape
 
 # attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant:
 # "" or a kernel's name; seed: {seed, offset} (dropout.py), given exactly where p > 0. Returns out
-# and the log-sum-exp ([0] where need_lse is false).
+# and the log-sum-exp in two parts (two_part_lse_shape; [0] where need_lse is false).
 _SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, "
     "bool tf32, bool need_lse, str variant, float p=0.0, Tensor? seed=None) -> (Tensor, Tensor)"
@@ -148,7 +148,7 @@ def forward_cuda(
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     else:
         out = query.new_empty((*shape[:-1], width))
-    lse = query.new_empty(lse_shape(query), dtype=torch.float32) if need_lse else None
+    lse = query.new_empty(two_part_lse_shape(query), dtype=torch.float32) if need_lse else None
     if not variant and _FORCED in _environ:
         variant = forced_variant()
     stream = stream_of(query.get_device())
@@ -210,7 +210,8 @@ def _second_try(
         if 0 in query.shape[:-1] or key.shape[1] == 0:  # B, M, H or N is 0
             out.zero_()
             if lse is not None:
-                lse.fill_(-math.inf)
+                lse[0].fill_(-math.inf)
+                lse[1].zero_()
             return
         mended = [launchable(x) for x in (query, key, value)]
         target = out if value.shape[-1] else value.new_empty((*out.shape[:-1], 1))
@@ -283,7 +284,11 @@ def _forward_cpu(
         raise error_of((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant, p)
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
         out, lse = cpu.forward(query, key, value, attn_bias, scale, causal, p, seed)
-    return out, lse if need_lse else query.new_empty((0,), dtype=torch.float32)
+    if not need_lse:
+        return out, query.new_empty((0,), dtype=torch.float32)
+    both = lse.new_zeros(two_part_lse_shape(query))  # no low part: cpu.backward needs none
+    both[0] = lse
+    return out, both
 
 
 def _forward_fake(
@@ -301,7 +306,8 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor]:
     check_inputs(query, key, value, attn_bias)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    return out, query.new_empty(lse_shape(query) if need_lse else (0,), dtype=torch.float32)
+    shape = two_part_lse_shape(query) if need_lse else (0,)
+    return out, query.new_empty(shape, dtype=torch.float32)
 
 
 library.impl("forward", _forward_cuda, "CUDA")

@@ -120,7 +120,7 @@ def drop_of(inputs: Inputs, p: float, seed: Tensor | None) -> Drop | None:
 def by_operators(
     inputs: Inputs, grad_out: Tensor, p: float, seed: Tensor | None, wants: str
 ) -> tuple[Tensor, Tensor, Four]:
-    """Both operators, as autograd calls them."""
+    """Both operators, as autograd calls them; lse without its low part."""
     query, key, value, bias, causal, scale = inputs.tuple()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     operators = torch.ops.memeff_attn
@@ -130,7 +130,7 @@ def by_operators(
         query, key, value, bias, scale, causal, tf32, True, forced, p, seed
     )
     if not wants:
-        return out, lse, (None, None, None, None)
+        return out, lse[0], (None, None, None, None)
     needs = [letter in wants for letter in ALL]
     needs[3] = needs[3] and gradients.has_gradient(bias)
     found = operators.backward(
@@ -138,7 +138,7 @@ def by_operators(
     )
     four = tuple(x if need else None for x, need in zip(found, needs, strict=True))
     assert all(need or x.shape == (0,) for x, need in zip(found, needs, strict=True))
-    return out, lse, four  # type: ignore[return-value]
+    return out, lse[0], four  # type: ignore[return-value]
 
 
 def mask_object(causal: int) -> Any:

@@ -256,7 +256,9 @@ def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         name = os.environ.get(FORCE, "")
         operator = torch.ops.memeff_attn.forward
-        return operator(query, key, value, bias, scale, causal, tf32_allowed(), True, name)
+        arguments = (query, key, value, bias, scale, causal, tf32_allowed(), True, name)
+        out, (lse, _) = operator(*arguments)
+        return out, lse
     masks = {
         NONE: lambda: bias,
         TOP_LEFT: memeff_attn.LowerTriangularMask,

@@ -13,6 +13,7 @@ from torch import Tensor
 import memeff_attn
 from memeff_attn import backward, cpu, dispatch, ops
 from memeff_attn.dispatch import ChainedBwOp
+from memeff_attn.inputs import two_part_lse_shape
 
 attention = memeff_attn.memory_efficient_attention
 NAMES = (
@@ -45,10 +46,11 @@ class Module:
         self.calls.append(call)
         for name in NAMES[:4]:
             assert call[name].shape[-1] == 1 or call[name].stride(-1) == 1
-        assert call["lse"].is_contiguous()
+        query, lse = call["query"], call["lse"]
+        assert lse.shape == two_part_lse_shape(query) and lse.is_contiguous()
         needs = [call[name] is not None for name in NAMES[8:]]
-        given = [call[name] for name in NAMES[:7]]
-        grads = cpu.backward(*given, scale, causal, needs, p, call["seed"])
+        given = [call[name] for name in NAMES[:6]]
+        grads = cpu.backward(*given, lse[0], scale, causal, needs, p, call["seed"])
         for name, grad in zip(NAMES[8:], grads, strict=True):
             if grad is not None:
                 assert call[name].is_contiguous() and call[name].shape == grad.shape

@@ -292,6 +292,7 @@ def test_launch(launches: Launches, rank: int, width: int) -> None:
     assert seen[0] is not None and [x.data_ptr() for x in seen[:3]] == [
         x.data_ptr() for x in (q, k, v)
     ]
+    assert seen[5].shape == (2, *lse.shape) and seen[5].data_ptr() == lse.data_ptr()
     assert seen[3] is None and seen[6:12] == (None, 0.5, 0.0, 1, False, "")
     attention(q, k, v, torch.zeros(5, 7))
     seen = launches.calls[-1]
@@ -318,6 +319,7 @@ def test_empty(launches: Launches, empty: str) -> None:
     assert out.shape == (b, m, h, width) and lse.shape == (b, h, m)
     if empty == "N":
         assert not out.any() and bool((lse == -math.inf).all())
+        assert not launches.calls[0][5][1].any()  # its low part
     if empty in ("K", "Kv"):  # one column of zeros stands for none
         again = launches.calls[1]
         assert len(launches.calls) == 2 and again[0].shape[-1] in (1, 8)

@@ -199,7 +199,8 @@ def test_strided_gradient_of_out_copies_that_tensor_alone() -> None:
 
 @pytest.mark.gpu
 def test_saved_for_backward_is_out_and_lse() -> None:
-    """Between the passes: the inputs, out, LSE and 16 bytes of seed; no mask, no copy."""
+    """Between the passes: the inputs, out, LSE in two parts and 16 bytes of seed; no mask, no
+    copy."""
     case = Case("f16", B=2, M=4096, N=4096, H=8, K=64)
     query, key, value = (x.requires_grad_() for x in cases.make(case, "cuda").tuple()[:3])
     memeff_attn.memory_efficient_attention(query, key, value, p=0.1)
@@ -207,7 +208,7 @@ def test_saved_for_backward_is_out_and_lse() -> None:
     before = torch.cuda.memory_allocated()
     out = memeff_attn.memory_efficient_attention(query, key, value, p=0.1)
     kept = torch.cuda.memory_allocated() - before
-    assert kept <= out.numel() * 2 + 4 * case.B * case.H * case.M + 64 * 1024
+    assert kept <= out.numel() * 2 + 2 * 4 * case.B * case.H * case.M + 64 * 1024
 
 
 CHILD = """
