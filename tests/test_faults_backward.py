@@ -124,6 +124,21 @@ def test_b03_gradients_at_finite_sentinels(device: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", [torch.finfo(torch.float32).min, -1e5])
+def test_b03_gradients_of_rows_of_one_large_bias(device: str, dtype: str, level: float) -> None:
+    """An ordinary softmax, though fp32's log-sum-exp has lost the logarithm of the sum."""
+    checker = Checker()
+    for m, k, columns in ((65, 40, 77), (65, 40, 1), (128, 64, 77), (3, 300, 77)):
+        query, key, value = (random(device, dtype, 2, n, 2, k) for n in (m, 77, 77))
+        for every in (1, 2):
+            bias = torch.zeros(1, 1, m, columns, device=device)
+            bias[:, :, ::every] = level
+            grad_out, four = grads(query, key, value, bias)
+            gradients.check(checker, (k, every), four, grad_out, query, key, value, bias)
+    checker.finish()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_b04_gradients_of_bottom_right_with_more_queries(device: str, dtype: str) -> None:
     checker = Checker()
     for m, n in ((100, 64), (128, 64), (2048, 1024) if device == "cuda" else (200, 100), (130, 1)):
