@@ -16,8 +16,8 @@ from torch import Tensor
 from . import cpu, dispatch, ops
 from .inputs import check_gradient, check_inputs, lse_shape
 
-# grad_out: of out, any strides; out, lse: what forward gave, or part 0 of that lse; needs: of query, key, value and
-# attn_bias; the rest as in forward.
+# grad_out: of out, any strides; out, lse: what forward gave, or part 0 of that lse; needs: of
+# query, key, value and attn_bias; the rest as in forward.
 _SCHEMA = (
     "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
     "Tensor out, Tensor lse, float scale, int causal, bool tf32, bool[] needs, str variant, "
