@@ -74,7 +74,7 @@ def run(row: dict[str, Any], binding: Any) -> str:
     stream = torch.cuda.current_stream().cuda_stream
     for bias, p in calls(row, random(dtype, 1, 2, m, n)):
         seed = state if p else None
-        out, lse = unwritten(dtype, 1, m, 2, kv), unwritten(torch.float32, 1, 2, m)
+        out, lse = unwritten(dtype, 1, m, 2, kv), unwritten(torch.float32, 2, 1, 2, m)
         numbers = (k**-0.5, p, 1, tf32)
         name = row["name"] if row["kind"] == "fwd" else ""
         inputs = (query, key, value, bias, out, lse, seed)

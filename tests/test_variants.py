@@ -189,7 +189,8 @@ def with_dropout(found: list[Case]) -> list[BackwardCase]:
 
 def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     """Edges of the owner's and the loop's tile both ways round, head dims, diagonals, few and many
-    blocks (splits), strides; for full rows biases, their gradients and dropout."""
+    blocks (splits), strides; dropout for rows of dropout; biases and their gradients for full
+    rows, which serve either or both."""
     ks, kvs, k, kv = head_dims(row)
     tiles = around(row["tile_m"]), around(row["tile_n"])
     pairs = {*itertools.product(*tiles), *itertools.product(*tiles[::-1])}
@@ -197,9 +198,12 @@ def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     masks = itertools.cycle(cases.MASKS)
     biases = ("bhmn", "", "1h1n", "bhmn:f32", "", "b1m1:bool", "11mn:f32", "bh11")
     drops = (0.0, 0.3, 0.1, 0.0, 0.7, 0.0, 0.2, 0.5)
-    extras = itertools.cycle(
-        [{"bias": b, "p": p} for b, p in zip(biases, drops, strict=True)] if row["bias"] else [{}]
-    )
+    features: list[dict[str, Any]] = [{}]
+    if row["bias"]:
+        features = [{"bias": b, "p": p} for b, p in zip(biases, drops, strict=True)]
+    elif row["dropout"]:
+        features = [{"p": p} for p in backward_cases.DROPOUTS]
+    extras = itertools.cycle(features)
 
     def case(**fields: Any) -> BackwardCase:
         return BackwardCase(row["dtype"], **({"mask": next(masks)} | next(extras) | fields))
@@ -321,8 +325,9 @@ def test_variant_drops_the_same(row: dict[str, Any]) -> None:
             ((row["tile_m"] + 1, 2 * row["tile_n"] + 1), (row["tile_n"] + 1, row["tile_m"] - 1))
         ):
             k = min(row["max_k"] or 64, 64)
+            bias = "1hmn" if number and row["bias"] else ""
             case = BackwardCase(
-                row["dtype"], M=m, N=n, H=3, K=k, Kv=width, p=0.4, bias="1hmn" * number, gain=0.5
+                row["dtype"], M=m, N=n, H=3, K=k, Kv=width, p=0.4, bias=bias, gain=0.5
             )
             with checker.case(case):
                 backward_cases.check_identity(checker, case, "cuda", number)
@@ -339,7 +344,8 @@ def test_variants_agree(dtype: str, extra: str) -> None:
     case = BackwardCase(dtype, M=150, N=333, H=3, K=32, Kv=32, mask="bottom_right", **fields)
     checker = Checker()
     for row in rows():
-        serves = {"": not row["bias"], "bias": row["bias"], "dropout": row["dropout"]}[extra]
+        plain = not row["bias"] and not row["dropout"]
+        serves = {"": plain, "bias": row["bias"], "dropout": row["dropout"]}[extra]
         if row["kind"] == "fwd" and extra != "dropout":
             serves = serves and not row["dropout"]
         if row["dtype"] != dtype or not serves or row["math"] != "ieee" or fits_here(row):
@@ -413,6 +419,8 @@ def test_forced_variant_that_does_not_fit(
     ]
     if not row["dropout"]:
         wrong.append(BackwardCase(dtype, bias=fits.get("bias", ""), p=0.3))
+    elif not row["bias"]:
+        wrong.append(BackwardCase(dtype))
     if row["max_k"]:
         wrong.append(BackwardCase(dtype, K=row["max_k"] + step, Kv=step, **fits))
     if step > 1:
