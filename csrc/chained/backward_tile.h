@@ -163,9 +163,14 @@ struct BackwardTile {
     product.finish(s, pass, owner.first, loop.first);
     __syncthreads();
     if constexpr (Traits::kNeedsDp) {
-      StreamedProduct<Traits, DpMma> products(smem.operands.qk, thread, warp, lane);
-      auto started = products.start(owner.second, loop.second);
-      products.finish(dp, started, owner.second, loop.second);
+      if constexpr (std::is_same<DpMma, QkMma>::value) {
+        pass = product.start(owner.second, loop.second);
+        product.finish(dp, pass, owner.second, loop.second);
+      } else {
+        StreamedProduct<Traits, DpMma> products(smem.operands.qk, thread, warp, lane);
+        auto started = products.start(owner.second, loop.second);
+        products.finish(dp, started, owner.second, loop.second);
+      }
       __syncthreads();
     }
   }
