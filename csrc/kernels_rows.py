@@ -406,7 +406,8 @@ GRADIENTS_SM80_16 = [
         "v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=True
     ),
     Gradient(
-        "v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN, spills=True
+        "v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN,
+        spills=True,
     ),
     Gradient("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 91392), spills=True),
 ]  # fmt: skip
