@@ -176,12 +176,24 @@ def test_b48k_checkpoint(device: str, reentrant: bool, p: float) -> None:
     checker.finish()
 
 
+def random_operators_in_compiled_checkpoints() -> bool:
+    """Whether this torch traces a CUDA random operator inside a selectively checkpointed region: it
+    wraps it in graphsafe_run_with_rng_state, for which the region's mode needs a rule."""
+    from torch._prims import rng_prims
+
+    wrapper = getattr(rng_prims, "graphsafe_run_with_rng_state", None)
+    mode = getattr(checkpoint, "_CachingTorchDispatchMode", None)
+    return wrapper is None or mode is None or mode in wrapper.python_key_table
+
+
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("mode", ["save", "recompute"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_b48k_selective_checkpoint(device: str, mode: str, p: float, compiled: bool) -> None:
     """Selective checkpointing sees the operator and saves or recomputes it: the same bits, and
     without dropout nothing in it counts as random."""
+    if compiled and p and device == "cuda" and not random_operators_in_compiled_checkpoints():
+        pytest.skip("this torch has no rule for a random operator (aten.randint too) there")
     policy = checkpoint.CheckpointPolicy
     operator = torch.ops.memeff_attn.forward.default
     seen: list[bool] = []
