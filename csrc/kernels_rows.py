@@ -80,6 +80,7 @@ class Gradient:
     full_blocks: tuple[int, int] = (1, 1)
     buffers: int = 1
     kinds: tuple[str, ...] = ("plain", "full")  # keys of FEATURES
+    max_m: int = 0
     spills: bool = False
 
 
@@ -87,6 +88,7 @@ class Gradient:
 # or both.
 FEATURES = {
     "plain": ("NoBias", False, False),
+    "bias": ("TensorBias", True, False),
     "dropout": ("DropoutOnly", False, True),
     "full": ("FullBias", True, True),
 }
@@ -196,6 +198,7 @@ def gradients(
                 min_sm=sms[0],
                 max_sm=sms[1],
                 traits=f"chained::BackwardRow<{', '.join(arguments)}>",
+                max_m=shape.max_m,
                 allow_spill=shape.spills,
                 header="chained/backward_launch.h",
                 kind="bwd",
@@ -206,75 +209,29 @@ def gradients(
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 SM80_16 = [
-    Shape(
-        "k32_m64",
-        (64, 64, 32),
-        (16, 64, 32),
-        "resident:32",
-        21024,
-        32,
-        blocks=4,
-        bias=NO_BIAS,
-        **FEW_QUERIES,
-    ),
-    Shape(
-        "k32_m64",
-        (64, 64, 32),
-        (16, 64, 32),
-        "resident:32",
-        21024,
-        32,
-        blocks=3,
-        bias=BIAS,
-        **FEW_QUERIES,
-    ),
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=4, bias=NO_BIAS,
+          **FEW_QUERIES),
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=3, bias=BIAS,
+          **FEW_QUERIES),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=3, bias=NO_BIAS),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=2, bias=BIAS),
     Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33312, 64, blocks=3, **FEW_QUERIES),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2, spills=BIAS),
-    Shape(
-        "k128_m64",
-        (64, 64, 128),
-        (16, 64, 128),
-        "resident:128",
-        57888,
-        128,
-        blocks=2,
-        bias=NO_BIAS,
-        max_m=64,
-        max_blocks_per_sm=2,
-    ),
-    Shape(
-        "k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2, bias=BIAS
-    ),
-    Shape(
-        "k128",
-        (128, 64, 128),
-        (32, 64, 128),
-        "resident:128",
-        82976,
-        128,
-        blocks=2,
-        bias=NO_BIAS,
-        spills=NO_BIAS,
-    ),
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2,
+          bias=NO_BIAS, max_m=64, max_blocks_per_sm=2),
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2,
+          bias=BIAS),
+    Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 82976, 128, blocks=2, bias=NO_BIAS,
+          spills=NO_BIAS),
     Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107040, 256, blocks=2),
-    Shape(
-        "k320",
-        (128, 64, 320),
-        (16, 64, 320),
-        "resident:320",
-        181280,
-        320,
-        bias=NO_BIAS,
-        spills=NO_BIAS,
-    ),
+    Shape("k320", (128, 64, 320), (16, 64, 320), "resident:320", 181280, 320, bias=NO_BIAS,
+          spills=NO_BIAS),
     Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189216, 384, bias=NO_BIAS),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
     Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222496, spills=BOTH),
     Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124192),
     Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, spills=BOTH),
-]
+]  # fmt: skip
 SM80_16_UNALIGNED = [
     Shape(
         "unaligned",
@@ -360,6 +317,10 @@ SM80_16_FULL_UNALIGNED = [
 ]  # fmt: skip
 SM80_F32_FULL = [
     Shape(
+        "k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, alignment=1, blocks=2,
+        bias=BIAS, full=True, spills=BIAS,
+    ),
+    Shape(
         "k64", (128, 64, 64), (32, 64, 64), "resident:64", 99872, 64, alignment=1, bias=BIAS,
         full=True, spills=BIAS,
     ),
@@ -415,6 +376,12 @@ GRADIENTS_SM80_16_UNALIGNED = [
     Gradient(
         "unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", (58368, 58624), alignment=1,
         blocks=(2, 2), spills=True,
+    ),
+]  # fmt: skip
+GRADIENTS_SM80_F32_FEW = [  # scores as the forward's row "few" has them
+    Gradient(
+        "few", (16, 64, 64), (16, 16, 16), "compensated:2", (41856, 41856), alignment=1, max_m=16,
+        kinds=("plain", "bias"),
     ),
 ]  # fmt: skip
 GRADIENTS_SM80_F32 = [
@@ -484,6 +451,7 @@ VARIANTS: list[Variant] = [
         GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)
     ),
     *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *gradients(GRADIENTS_SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *gradients(GRADIENTS_HMMA, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *gradients(GRADIENTS_HMMA, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

@@ -100,9 +100,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   ForwardParams const& f = p.forward;
   BackwardArgs args{};
   args.p = p;
-  const double exponent = double(f.scale) * 1.4426950408889634;
-  args.exponent = float(exponent);
-  args.exponent_low = float(exponent - double(args.exponent));
+  args.exponent = float(double(f.scale) * 1.4426950408889634);
   const int element_bytes = f.bias.dtype == DType::kBool ? 1 : f.bias.dtype == DType::kF32 ? 4 : 2;
   args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, element_bytes);
   const std::string where = name;

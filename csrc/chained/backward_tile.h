@@ -16,9 +16,9 @@ struct BackwardArgs {
   uint32_t blocks;       // size of the grid
   uint32_t owner_heads;  // query heads, or key heads where keys own
   uint32_t owner_tiles, loop_tiles;
-  uint32_t slabs;                // column slabs of the output
-  uint32_t splits;               // parts of the loop
-  float exponent, exponent_low;  // scale * log2(e) in two parts
+  uint32_t slabs;   // column slabs of the output
+  uint32_t splits;  // parts of the loop
+  float exponent;   // scale * log2(e), the very number that the forward kernels use
   bool bias_pairs;
 };
 
@@ -147,10 +147,16 @@ struct BackwardTile {
   }
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer) const {
     auto& pair = smem.operands.loop[buffer];
-    const QkMma scores(score_a(smem.operands.first), score_b(pair.first), thread, warp, lane);
     const DpMma products(score_a(smem.operands.second), score_b(pair.second), thread, warp, lane);
     s.clear();
-    scores(s, f.head_dim);
+    if constexpr (Traits::kFmaScores) {  // as in the forward kernels
+      const auto a = score_a(smem.operands.first);
+      const auto b = score_b(pair.first);
+      Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row, warp_column, lane, f.head_dim);
+    } else {
+      const QkMma scores(score_a(smem.operands.first), score_b(pair.first), thread, warp, lane);
+      scores(s, f.head_dim);
+    }
     dp.clear();
     if constexpr (Traits::kNeedsDp) products(dp, f.value_dim);
   }
@@ -180,11 +186,7 @@ struct BackwardTile {
   CUTLASS_DEVICE float weight(float s, int statistic) const {
     const float lse = smem.lse[statistic];
     float t = Traits::kBias ? s - lse : __fmaf_rn(s, args.exponent, -lse);
-    if constexpr (Traits::kExact) {
-      t += __fmaf_rn(s, args.exponent_low, -smem.lse_low[statistic]);
-    } else if constexpr (Traits::kLow) {
-      t -= smem.lse_low[statistic];
-    }
+    if constexpr (Traits::kLow) t -= smem.lse_low[statistic];
     t = t > 0.f ? 0.f : t;  // P <= 1 whatever S rounds to (docs/decisions.md); NaN stays
     return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
   }

@@ -65,9 +65,9 @@ struct BackwardTraits
   // tile as B of the scores and as B of an output product are the same function
   // (backward_tile.h checks it), fp32 reads it by TransposedOperand.
 
-  // The exponent: with a bias x - lse in natural units, x being a sum anyway; without, scale * log2(e) folded into one
-  // FFMA. Both take the low part of the lse where it matters: fp32, and biases of any size. kExact: and the rounding
-  // errors of the folded factor and of lse * log2(e).
+  // The exponent, as in the forward kernels, or P would not sum to 1: with a bias x - lse in natural units; without,
+  // scale * log2(e) folded into one FFMA. Both take the low part of the lse where it matters: fp32, and biases of any
+  // size. kExact: the rounding error of lse * log2(e) is part of it.
   static constexpr bool kLow = std::is_same<Element, float>::value || Chain::kBias;
   static constexpr bool kExact = std::is_same<Element, float>::value && !Chain::kBias;
 
