@@ -78,15 +78,16 @@ struct BackwardBlock : BackwardTile<Traits> {
   CUTLASS_DEVICE Head head_of(int at) const {
     return kOwnerKeys ? Head::of(owner_head.batch, owner_head.head + at / per_head, f) : owner_head;
   }
+  CUTLASS_DEVICE int tile_of(int at) const { return first_tile + (kOwnerKeys ? at % per_head : at); }
   CUTLASS_DEVICE Side loop_side(int at, Head const& head) const {
-    const int row0 = (first_tile + at % per_head) * kTileN;
+    const int row0 = tile_of(at) * kTileN;
     return kOwnerKeys ? this->query_side(head, row0, kTileN) : this->key_side(head, row0, kTileN);
   }
   // Where keys own, the statistics follow the loop.
   CUTLASS_DEVICE void next_statistics(int at) const {
     if (!kOwnerKeys || at >= last_step) return;
     const Head head = head_of(at);
-    this->load_statistics(head, (first_tile + at % per_head) * kTileN);
+    this->load_statistics(head, tile_of(at) * kTileN);
   }
 
   CUTLASS_DEVICE void load_step(int at, int buffer) const {

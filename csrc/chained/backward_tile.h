@@ -220,21 +220,48 @@ struct BackwardTile {
   // s: raw products -> P, with dropped weights 0 where P is wanted; dp -> dS.
   CUTLASS_DEVICE void weigh(FragmentS& s, FragmentS& dp, Head const& at, Side const& owner, Side const& loop) const {
     if constexpr (Traits::kBias) add_bias_to(s, at, owner, loop);
-    const bool masked = !all_visible(owner, loop);
+    if (all_visible(owner, loop)) {
+      weigh_tile<false>(s, dp, at, owner, loop);
+    } else {
+      weigh_tile<true>(s, dp, at, owner, loop);
+    }
+  }
+
+  // Columns [first, last) of a row's scores are visible; by predicate, not by arithmetic: what lies beyond the ends may
+  // be anything (FAULTS B05, B42).
+  struct Columns {
+    int first, last;
+  };
+  CUTLASS_DEVICE Columns visible_columns(int row, Side const& owner, Side const& loop) const {
+    const int at = owner.row0 + row;
+    if (kOwnerKeys) {
+      const int64_t first = see.causal ? int64_t(at) - see.diagonal : 0;  // the first query that sees the key
+      const int64_t left = first - loop.row0;
+      return {at >= f.keys || left > kTileN ? kTileN : left < 0 ? 0 : int(left), f.queries - loop.row0};
+    }
+    return {0, at < f.queries ? see.limit(at) - loop.row0 : 0};
+  }
+
+  template <bool kMasked>
+  CUTLASS_DEVICE void weigh_tile(FragmentS& s, FragmentS& dp, Head const& at, Side const& owner,
+                                 Side const& loop) const {
+    Columns visible[Coord::kRows];
+    if constexpr (kMasked) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Coord::kRows; ++i) visible[i] = visible_columns(warp_row + Coord::row(lane, i), owner, loop);
+    }
     const auto element = [&](int i, int j, bool kept) {
-      const int row = warp_row + Coord::row(lane, i), column = warp_column + Coord::column(lane, j);
-      const int statistic = kOwnerKeys ? column : row;
+      const int column = warp_column + Coord::column(lane, j);
+      const int statistic = kOwnerKeys ? column : warp_row + Coord::row(lane, i);
       float& x = s[Coord::index(i, j)];
       float& y = dp[Coord::index(i, j)];
       float w = weight(x, statistic);
       if constexpr (Traits::kDropout) y = kept ? y * f.dropout.keep_scale : 0.f;
       float ds = w * (y - smem.delta[statistic]);
-      if (masked) {
-        const int query = kOwnerKeys ? loop.row0 + column : owner.row0 + row;
-        const int key = kOwnerKeys ? owner.row0 + row : loop.row0 + column;
-        // By predicate, not by arithmetic: what lies beyond the ends may be
-        // anything (FAULTS B05, B42).
-        if (query >= f.queries || key >= see.limit(query)) w = ds = 0.f;
+      if constexpr (kMasked) {
+        const bool seen = column >= visible[i].first && column < visible[i].last;
+        w = seen ? w : 0.f;
+        ds = seen ? ds : 0.f;
       }
       x = Traits::kDropout && !kept ? 0.f : w;
       y = ds;
