@@ -84,6 +84,21 @@ def _allocate(
     ]
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x; or, where its address or strides are not multiples of 16 bytes and a copy's would be, the
+    copy: it is cheap beside the kernels for unaligned rows, which x would force on all tensors."""
+    size = x.element_size()
+    if x.shape[-1] * size % 16:
+        return x
+    if x.data_ptr() % 16 == 0 and all(
+        stride * size % 16 == 0
+        for stride, length in zip(x.stride()[:-1], x.shape, strict=False)
+        if length > 1
+    ):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the address
+
+
 def backward_cuda(
     grad_out: Tensor,
     query: Tensor,
@@ -111,6 +126,7 @@ def backward_cuda(
     if not variant and _FORCED in ops._environ:
         variant = forced_variant()
     given = [ops.launchable(x) for x in (grad_out, query, key, value)]
+    given[0] = aligned(given[0])
     wanted = [grad if grad.numel() else None for grad in grads]  # K may be 0
     tensors = (*given, attn_bias, ops.launchable(out), lse.contiguous(), seed, *wanted)
     settings = scale, p, causal, tf32, variant

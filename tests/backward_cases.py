@@ -19,6 +19,7 @@ import cases
 import gradients
 import torch
 from cases import DTYPES, HEAD_DIMS, MASKS, STRIDES, UNEQUAL_HEAD_DIMS, Case, Inputs
+from companions import forward_name
 from gradients import Four
 from tolerance import Checker, Drop, bias_to_bhmn, head_count, tf32_allowed
 from torch import Tensor
@@ -28,7 +29,9 @@ ALL = "qkvb"
 SUBSETS = [
     "".join(letters) for n in range(1, 5) for letters in itertools.combinations(ALL, n)
 ]  # 15 of them
-DROPOUTS = (1e-6, 0.1, 0.3, 0.5, 0.7, 0.999, 1.0)
+# 0.999 only where it is exact (zeros, masks): it keeps so few weights that the ratio of single
+# rounding errors, ours and eager's, would decide.
+DROPOUTS = (1e-6, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +202,9 @@ def check_case(checker: Checker, case: BackwardCase, device: torch.device | str)
     if not wants:
         return
     number = zlib.crc32(str(case).encode())
-    with deterministic(warn_only=True):
+    name = os.environ.get(FORCE_BACKWARD, "")
+    name = forward_name(name, bool(case.bias), case.p, case.K, case.value_dim)
+    with deterministic(warn_only=True), cases.forced(name or os.environ.get(cases.FORCE, "")):
         out, lse, four, drop = call(inputs, grad_out, case.p, number, wants)
     checker.attention(case, out, lse, *inputs.tuple(), drop)
     wanted = [x is not None for x in four]

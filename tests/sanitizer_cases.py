@@ -20,6 +20,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from companions import forward_name
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -76,7 +77,9 @@ def run(row: dict[str, Any], binding: Any) -> str:
         seed = state if p else None
         out, lse = unwritten(dtype, 1, m, 2, kv), unwritten(torch.float32, 2, 1, 2, m)
         numbers = (k**-0.5, p, 1, tf32)
-        name = row["name"] if row["kind"] == "fwd" else ""
+        name = row["name"]
+        if row["kind"] == "bwd":
+            name = forward_name(name, bias is not None, p, k, kv)
         inputs = (query, key, value, bias, out, lse, seed)
         failed = binding.forward(*inputs, *numbers, name, stream)
         results = [out, lse]

@@ -132,6 +132,45 @@ def test_gradients_of_any_strides(module: Module) -> None:
         assert grad_of.is_contiguous()
 
 
+def test_a_gradient_is_copied_only_for_alignment() -> None:
+    """Copied: what would force the unaligned kernels. Not: what no copy mends, strides of 0 and of
+    dimensions of one element."""
+    flat = torch.randn(4000)
+    shape = (2, 5, 4, 8)
+    copied = {
+        "padded by one": flat[:360].view(2, 5, 4, 9)[..., :8],
+        "contiguous, at an odd address": flat[1:321].view(shape),
+        "rows of an odd stride": flat[:3000].as_strided(shape, (600, 33, 8, 1)),
+        "half, by 8 bytes": flat.half()[:480].view(2, 5, 4, 12)[..., :8],
+    }
+    kept = {
+        "dense": flat[:320].view(shape),
+        "heads first": flat[:320].view(2, 4, 5, 8).transpose(1, 2),
+        "padded by 16 bytes": flat[:480].view(2, 5, 4, 12)[..., :8],
+        "expanded": flat[:8].expand(shape),
+        "odd stride of one batch": flat[:320].as_strided((1, 5, 4, 8), (33, 32, 8, 1)),
+        "odd width": flat[:280].view(2, 5, 4, 7),
+        "odd width, padded": flat[:360].view(2, 5, 4, 9)[..., :7],
+        "half, odd width": flat.half()[:160].view(2, 5, 4, 4),
+    }
+    for name, x in copied.items():
+        y = backward.aligned(x)
+        assert y is not x and y.is_contiguous() and y.data_ptr() % 16 == 0, name
+        assert torch.equal(x, y), name
+    for name, x in kept.items():
+        assert backward.aligned(x) is x, name
+
+
+def test_an_unaligned_gradient_is_launched_as_a_copy(module: Module) -> None:
+    inputs = qkv()
+    out = attention(*inputs)
+    grad = torch.randn(2, 5, 4, 9)[..., :8]
+    mine = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    assert module.calls[-1]["grad_out"].is_contiguous()
+    other = torch.autograd.grad(out, inputs, grad.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
 @pytest.mark.parametrize("empty", ["B", "M", "N", "H", "K", "Kv"])
 def test_empty(module: Module, empty: str) -> None:
     """Zeros without a launch; K = 0 leaves the gradients of value and bias (B39)."""

@@ -182,8 +182,8 @@ def test_b33_forward_and_backward_drop_the_same(device: str, dtype: str) -> None
     checker = Checker()
     sizes = ((3, 248), (248, 3), (65, 129), (256, 33)) if device == "cuda" else ((3, 40), (33, 17))
     dims = (16, 33, 64, 128, 256) if device == "cuda" else (16, 33)
-    turn = itertools.cycle(cases.MASKS)
-    for number, ((m, n), k, p) in enumerate(itertools.product(sizes, dims, (1e-6, 0.3, 0.7, 1.0))):
+    turn, ps = itertools.cycle(cases.MASKS), (1e-6, 0.3, 0.7, 0.999, 1.0)
+    for number, ((m, n), k, p) in enumerate(itertools.product(sizes, dims, ps)):
         for fields in ({}, {"bias": "1hmn"}, {"rank": "bmghk"}):
             case = BackwardCase(dtype, M=m, N=n, K=k, Kv=64, p=p, mask=next(turn), gain=0.5,
                                 **fields)  # fmt: skip

@@ -16,6 +16,7 @@ import gradients
 import pytest
 import torch
 from cases import Case
+from companions import forward_name
 from test_variants import each_row, fits_here, math_mode
 from tolerance import INT_OF_SIZE, Checker
 from torch import Tensor
@@ -302,7 +303,8 @@ def backward_between_canaries(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tf32 = row["math"] == "tf32"
     operator = torch.ops.memeff_attn.forward
-    out, lse = operator(query, key, value, bias, scale, causal, tf32, True, "", p, seed)
+    forward = forward_name(row["name"], bias is not None, p, case.K, case.value_dim)
+    out, lse = operator(query, key, value, bias, scale, causal, tf32, True, forward, p, seed)
     results = []
     for poison in (0.0, math.nan):
         views = [surrounded(x, poison, 8) for x in (grad_out, out)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,12 +100,14 @@ def test_b48b_two_processes(device: str, kind: str, tmp_path: Path) -> None:
     if kind == "fsdp" and not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip(f"torch {torch.__version__} has no fully_shard")
     argv = [sys.executable, str(TESTS / "train_step.py")]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # CPU processes see no GPU
     running = [
         subprocess.Popen(
             [*argv, str(rank), "2", str(tmp_path / "meet"), kind, device],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | hidden,
         )
         for rank in range(2)
     ]

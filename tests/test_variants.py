@@ -23,6 +23,7 @@ import pytest
 import torch
 from backward_cases import BackwardCase
 from cases import Case
+from companions import forward_row
 from tolerance import Checker, tf32
 
 memeff_attn = pytest.importorskip("memeff_attn")
@@ -374,6 +375,26 @@ def test_table_is_the_list() -> None:
     _C = pytest.importorskip("memeff_attn._C")
     listed = [row.name for row in kernels_module().load_rows()]
     assert [row["name"] for row in _C.variants()] == listed
+
+
+def test_a_forward_row_goes_with_each_backward_row() -> None:
+    """Whatever a backward row takes, a forward row of its sub-family takes too (companions.py)."""
+    _C = pytest.importorskip("memeff_attn._C")
+    table = {row["name"]: row for row in _C.variants()}
+    for row in (row for row in table.values() if row["kind"] == "bwd"):
+        ks, kvs, _, _ = head_dims(row)
+        features = [(False, 0.0), (True, 0.0), (False, 0.3), (True, 0.3)]
+        if not (row["bias"] and row["dropout"]):
+            features = [(row["bias"], 0.3 if row["dropout"] else 0.0)]
+        for k, kv, (bias, p) in itertools.product(ks, kvs, features):
+            name = forward_row(row, table.values(), bias, p, k, kv)
+            if row["arch"] == "sm80":
+                assert name == ""
+                continue
+            found = table[name]
+            assert found["kind"] == "fwd" and found["dropout"] == bool(p)
+            assert all(found[x] == row[x] for x in ("arch", "dtype", "math"))
+            assert (found["bias"] == bias) or p
 
 
 def test_built_is_what_was_asked() -> None:

@@ -68,11 +68,14 @@ def main() -> int:
         step(wrapped, mine)
         shared = dict(model.named_parameters())
     else:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        # Left out, it is of the GPU wherever one is seen: pytorch/pytorch#132471, gloo crashes.
+        mesh = init_device_mesh(where, (world,))
         for block in model:
-            fully_shard(block)
-        wrapped = fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
         step(wrapped, mine)
         shared = {name: p.full_tensor() for name, p in model.named_parameters()}
     off = max(float((shared[n] - p).abs().max()) for n, p in alone.named_parameters())
