@@ -200,8 +200,10 @@ def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     biases = ("bhmn", "", "1h1n", "bhmn:f32", "", "b1m1:bool", "11mn:f32", "bh11")
     drops = (0.0, 0.3, 0.1, 0.0, 0.7, 0.0, 0.2, 0.5)
     features: list[dict[str, Any]] = [{}]
-    if row["bias"]:
+    if row["bias"] and row["dropout"]:
         features = [{"bias": b, "p": p} for b, p in zip(biases, drops, strict=True)]
+    elif row["bias"]:
+        features = [{"bias": b} for b in biases if b]
     elif row["dropout"]:
         features = [{"p": p} for p in backward_cases.DROPOUTS]
     extras = itertools.cycle(features)
@@ -229,18 +231,18 @@ def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     found += [case(M=70, N=150, K=k, Kv=kv, scale=s) for s in (0.0, -0.3, 2.0)]
     found += [case(M=70, N=150, K=k, Kv=kv, wants=w) for w in ("q", "k", "v", "qv", "kv")]
     if row["bias"]:
-        found += biased_shapes(case, edge, k, kv)
+        found += biased_shapes(case, edge, k, kv, 0.2 if row["dropout"] else 0.0)
     return found
 
 
 def biased_shapes(
-    case: Callable[..., BackwardCase], edge: tuple[int, int], k: int, kv: int
+    case: Callable[..., BackwardCase], edge: tuple[int, int], k: int, kv: int, drop: float
 ) -> list[BackwardCase]:
     """Every broadcast of a bias with its gradient, its layouts, and sums over many batches."""
     broadcasts = ["".join(p) for p in itertools.product("b1", "h1", "m1", "n1")]
     found = [
         case(M=edge[0], N=edge[1], K=k, Kv=kv, bias=b + d, p=p)
-        for b, (d, p) in itertools.product(broadcasts, (("", 0.0), (":f32", 0.2)))
+        for b, (d, p) in itertools.product(broadcasts, (("", 0.0), (":f32", drop)))
     ]
     found += [
         case(M=70, N=77, K=k, Kv=kv, bias="bhmn" + d + s, wants=w)
