@@ -277,10 +277,12 @@ def recomputed(
     return (*four, db if has_gradient(bias) else None)  # type: ignore[return-value]
 
 
-def few_keys(keys: int, causal: int, drop: Drop | None, bias: Tensor | None) -> bool:
+def few_keys(
+    keys: int, causal: int, drop: Drop | None, bias: Tensor | None, in_tf32: bool
+) -> bool:
     """Whether the baseline includes `recomputed`: one or two keys may carry a row, also where a
-    bias hides the others."""
-    if keys <= FEW or causal != NONE or drop is not None:
+    bias hides the others; or dP is rounded to TF32 and delta is not."""
+    if keys <= FEW or causal != NONE or drop is not None or in_tf32:
         return True
     hidden = bias is not None and (bias.dtype == torch.bool or bool((bias == -math.inf).any()))
     return hidden
@@ -315,7 +317,7 @@ def check(
     in_tf32 = query.dtype == torch.float32 and query.is_cuda and tf32_allowed()
     rounded = eager(*inputs, dtype=torch.float32, in_tf32=in_tf32)
     plain = rounded if query.dtype == torch.float32 else eager(*inputs, dtype=query.dtype)
-    if few_keys(key.shape[1], causal, drop, bias):
+    if few_keys(key.shape[1], causal, drop, bias, in_tf32):
         others = recomputed(*inputs, in_tf32=in_tf32)
         plain, rounded = (tuple(map(_worse, x, others, exact.gradients)) for x in (plain, rounded))
     for i, (name, input_) in enumerate(zip(NAMES, (query, key, value, bias), strict=True)):

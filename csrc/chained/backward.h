@@ -26,6 +26,7 @@ struct BackwardBlock : BackwardTile<Traits> {
   using typename Tile::FragmentS;
   using typename Tile::OutMma;
   using typename Tile::Side;
+  using SecondMma = typename Traits::SecondMma;
   using FragmentO = typename OutMma::FragmentC;
   using Tile::args;
   using Tile::f;
@@ -117,8 +118,8 @@ struct BackwardBlock : BackwardTile<Traits> {
       __syncthreads();  // P and dS are there
       next_statistics(at + 1);
       if constexpr (Traits::kSecond) {
-        const OutMma product(Tile::out_a(smem.operands.p), Tile::out_b(smem.operands.loop[buffer].second), thread, warp,
-                             lane);
+        const SecondMma product(Tile::out_a(smem.operands.p), Tile::out_b(smem.operands.loop[buffer].second), thread,
+                                warp, lane);
         product(second, loop.rows);
       }
       if constexpr (Traits::kFirst) {
@@ -155,7 +156,8 @@ struct BackwardBlock : BackwardTile<Traits> {
     if (step >= last_step) return;
     StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane);
     typename Traits::ValueLoader loader(smem.operands.out.operand_B_ref(), thread);
-    const OutMma multiply(smem.operands.out, thread, warp, lane);
+    const OutMma multiply_first(smem.operands.out, thread, warp, lane);
+    const SecondMma multiply_second(smem.operands.out, thread, warp, lane);
     if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
     next_statistics(step);
     auto pass = product.start(owner.first, loop_side(step, head_of(step)).first);
@@ -169,14 +171,18 @@ struct BackwardBlock : BackwardTile<Traits> {
       this->weigh(s, dp, head, owner, loop);
       if constexpr (Traits::kBoth) {
         finish_slab(loader, s);
-        multiply(second, loop.rows);
+        multiply_second(second, loop.rows);
         __syncthreads();  // every warp is done with P and the slab
         start_slab(loader, loop.first);
       }
       finish_slab(loader, Traits::kFirst ? dp : s);
       next_statistics(at + 1);  // the statistics are used
       if (at + 1 < last_step) pass = product.start(owner.first, loop_side(at + 1, head_of(at + 1)).first);
-      multiply(Traits::kFirst ? first : second, loop.rows);
+      if constexpr (Traits::kFirst) {
+        multiply_first(first, loop.rows);
+      } else {
+        multiply_second(second, loop.rows);
+      }
     }
   }
 

@@ -48,7 +48,12 @@ struct BackwardTraits
                               kAlignment_, Bias_, kBlocks_>;
   using Element = typename Chain::Element;
   using QkMma = typename Chain::QkMma;
+  // fp32: dP and dV take exact products, dQ and dK short sums (Fp32Split): a dV of one key is dO itself, and an error
+  // of dP is one of every gradient where K is small.
+  using DpMma = QkMma;
   using OutMma = typename Chain::PvMma;
+  using SecondMma = ResidentMma<typename Chain::PvCore, Chain::kPvStages, Chain::kPvAhead, Chain::kScoreSplit,
+                                Chain::Arch::kPvChunk, Chain::kTransposedB>;
 
   static constexpr Gradient kWhat = kWhat_;
   static constexpr bool kOwnerKeys =
