@@ -189,6 +189,7 @@ def test_gradient_of_one_input(device: str, which: int, call: Any) -> None:
 def test_backward_call(device: str, dtype: torch.dtype) -> None:
     """Right by the rule, dropout's seed given (autograd's lse has a low part that this one has not:
     other bits); compiled, the same bits."""
+    torch._dynamo.reset()  # each rank is a compilation, and there is a limit on them a function
     backward = memeff_attn.memory_efficient_attention_backward
     compiled = torch.compile(backward, fullgraph=True, backend="aot_eager")
     checker = Checker()
