@@ -277,9 +277,7 @@ def recomputed(
     return (*four, db if has_gradient(bias) else None)  # type: ignore[return-value]
 
 
-def few_keys(
-    keys: int, causal: int, drop: Drop | None, bias: Tensor | None, in_tf32: bool
-) -> bool:
+def few_keys(keys: int, causal: int, drop: Drop | None, bias: Tensor | None, in_tf32: bool) -> bool:
     """Whether the baseline includes `recomputed`: one or two keys may carry a row, also where a
     bias hides the others; or dP is rounded to TF32 and delta is not."""
     if keys <= FEW or causal != NONE or drop is not None or in_tf32:
