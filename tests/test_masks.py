@@ -90,21 +90,7 @@ def test_base_class_has_no_picture() -> None:
         AttentionBias().materialize((2, 2))
 
 
-@pytest.mark.parametrize("name", attn_bias._PLANNED)
-def test_planned_masks_say_when_they_come(name: str) -> None:
-    cls = getattr(attn_bias, name)
-    assert issubclass(cls, AttentionBias) and cls.__name__ == name
-    for use in (lambda: cls([3, 4]), lambda: cls.from_seqlens([3, 4])):
-        with pytest.raises(NotImplementedError, match=rf"{name}.*\[masks\].*issue 4"):
-            use()
-    assert not hasattr(cls, "_no_such_name")
-
-
-def test_what_leads_to_planned_masks() -> None:
-    with pytest.raises(NotImplementedError, match="LowerTriangularMaskWithTensorBias"):
-        LowerTriangularMask().add_bias(torch.zeros(1))
-    with pytest.raises(NotImplementedError, match="LocalAttention"):
-        LowerTriangularFromBottomRightMask().make_local_attention(3)
+def test_names_that_do_not_exist() -> None:
     with pytest.raises(AttributeError):
         attn_bias.NoSuchMask  # noqa: B018
 
