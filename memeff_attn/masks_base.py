@@ -30,12 +30,16 @@ class Window(NamedTuple):
         return keys - queries if self.anchor == ANCHOR_BOTTOM_RIGHT else 0
 
     def visible(
-        self, queries: int, keys: int, device: str | torch.device, rows: slice = slice(None)
+        self,
+        queries: int,
+        keys: int,
+        device: str | torch.device,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
     ) -> Tensor:
-        """bool [rows, keys] of a sequence of that many queries and keys."""
-        first, last, _ = rows.indices(queries)
-        middle = torch.arange(first, last, device=device) + self.offset(queries, keys)
-        distance = torch.arange(keys, device=device) - middle[:, None]
+        """bool [rows, columns] of a sequence of that many queries and keys."""
+        middle = torch.arange(*rows.indices(queries), device=device) + self.offset(queries, keys)
+        distance = torch.arange(*columns.indices(keys), device=device) - middle[:, None]
         seen = torch.ones(distance.shape, dtype=torch.bool, device=device)
         if self.left != UNLIMITED:
             seen &= distance >= -self.left

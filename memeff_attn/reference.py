@@ -2,12 +2,13 @@
 oracle), `eager` in the inputs' own dtype.
 
 All take what `memory_efficient_attention` takes (3-D, 4-D and 5-D inputs, fewer key heads, every
-mask and bias) and work block by block over the queries, so that the oracle is usable at M = 4096
-and beyond.
+mask, bias and `MaskRule`), go through the sequences one by one and work block by block over the
+queries, so that the oracle is usable at M = 4096 and beyond.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,15 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attn_bias import (
-    CAUSAL_BOTTOM_RIGHT,
-    CAUSAL_NONE,
-    AttentionBias,
-    bias_of_rank,
-    split_bias,
-)
-from .dropout import dropout_rows, keep_scale
+from .blockwise import Outer, Views, backward_into, forward_into, grouped, new_output, views_of
 from .inputs import default_scale, lse_shape
+from .mask_rule import MaskRule, mask_rule, tensor_of
+from .masks_base import ANCHOR_NONE, UNLIMITED, AttentionBias
+from .masks_paged import paged_rows
 
 # Scores held at once: 4 MB in fp32. Measured on a CPU at M = N = 4096: smaller blocks pay for their
 # count, larger ones leave the caches.
@@ -34,7 +31,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | AttentionBias | None = None,
+    attn_bias: Tensor | AttentionBias | MaskRule | None = None,
     scale: float | None = None,
     p: float = 0.0,
     seed: Tensor | None = None,
@@ -43,10 +40,11 @@ def attention(
     whole project.
 
     Shapes: as `memory_efficient_attention`; log-sum-exp [B, H, M] ([B, 1, M] for 3-D, [B, G, H, M]
-        for 5-D inputs).
+        for 5-D inputs), with sequences thus [1, H, all queries].
     Dtypes: any floating dtype, both results are float64.
     Args: as `memory_efficient_attention`; the default scale is K ** -0.5. p > 0 needs seed, the
-        call's {seed, offset} (memeff_attn.dropout).
+        call's {seed, offset} (memeff_attn.dropout); sequence s of a packed batch counts as batch
+        entry s, rows and columns within it.
     Memory: O(M + N) and one block of scores.
     Numerics: the log-sum-exp knows no dropout; a query that sees no key gives 0 and -inf; a finite
         bias is a number, however negative.
@@ -62,24 +60,26 @@ def attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | AttentionBias | None = None,
+    attn_bias: Tensor | AttentionBias | MaskRule | None = None,
     scale: float | None = None,
     p: float = 0.0,
     seed: Tensor | None = None,
     compute: torch.dtype = torch.float64,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of sum(grad_out * attention(...)) for query, key, value and bias, in fp64: the
-    oracle of the backward pass.
+    """Gradients of sum(grad_out * attention(...)), where given plus sum(grad_lse * lse), for query,
+    key, value and bias, in fp64: the oracle of the backward pass.
 
     With D the kept weights' scale (0 where dropped) and dO = grad_out:
-    dV = (P * D)^T dO, dP = D * (dO V^T), dS = P * (dP - rowsum(P * dP)),
+    dV = (P * D)^T dO, dP = D * (dO V^T), dS = P * (dP - rowsum(P * dP) + dLSE),
     dQ = scale * dS K, dK = scale * dS^T Q, dBias = dS.
 
     Shapes: those of the inputs. What one row serves in many places (shared key heads, a broadcast
         bias) has the sum of its gradients.
     Dtypes: any floating dtype; results, and every step, in `compute`. No gradient (None) for a bool
-        bias or a mask object.
-    Args: as `attention`.
+        bias or a mask that adds no tensor; the shape of the tensor where it adds one.
+    Args: as `attention`; grad_lse: of the log-sum-exp's shape, its rows that see no key are not
+        read.
     Memory: the gradients and a few blocks of scores.
     Numerics: a query that sees no key adds exactly 0 to every gradient, whatever its grad_out.
     Raises: ValueError where shapes disagree.
@@ -87,7 +87,16 @@ def attention_backward(
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         grads = backward_blockwise(
-            grad_out, query, key, value, attn_bias, scale, compute, p=p, seed=seed
+            grad_out,
+            query,
+            key,
+            value,
+            attn_bias,
+            scale,
+            compute,
+            p=p,
+            seed=seed,
+            grad_lse=grad_lse,
         )
     grad_query, grad_key, grad_value, grad_bias = grads
     assert grad_query is not None and grad_key is not None and grad_value is not None
@@ -98,7 +107,7 @@ def eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | AttentionBias | None = None,
+    attn_bias: Tensor | AttentionBias | MaskRule | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(scale * Q K^T + bias) V in plain PyTorch, every step in the inputs' dtype: what a
@@ -119,184 +128,117 @@ def _eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | AttentionBias | None,
+    attn_bias: Tensor | AttentionBias | MaskRule | None,
     scale: float | None,
 ) -> Tensor:
-    bias, causal = split_bias(attn_bias)
-    view = views_of(query, key, value, bias)
+    rule = mask_rule(attn_bias, query, key)
     scale = default_scale(query) if scale is None else scale
+    out = new_output(query, value.shape[-1], query.dtype)
+    for part in _parts(rule, key):
+        q, k, v = query[:, part.queries], _rows(key, part), _rows(value, part)
+        view = views_of(q, k, v, _bias_of(rule.bias, rule, part), rule.window)
+        rows = _eager_part(view, scale, rule)
+        grouped(out[:, part.queries], view.groups).copy_(rows)
+    return out
+
+
+def _eager_part(view: Views, scale: float, rule: MaskRule) -> Tensor:
     scores = torch.matmul(view.query, view.key.transpose(-1, -2)) * scale
     if view.bias is not None and view.bias.dtype == torch.bool:
         scores = scores.masked_fill(~view.bias, -math.inf)
     elif view.bias is not None:
         scores = scores + view.bias
-    if causal != CAUSAL_NONE:
-        scores = scores.masked_fill(~_visible(view, causal, 0, view.rows), -math.inf)
+    if rule.anchor != ANCHOR_NONE:
+        seen = rule.window.visible(view.rows, view.keys, view.query.device)
+        scores = scores.masked_fill(~seen, -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
     # Zero before the product: oneDNN's bf16 product spreads NaN to the row beside it.
-    weights = torch.softmax(scores, -1).to(query.dtype).masked_fill(dead, 0.0)
-    out = new_output(query, value.shape[-1], query.dtype)
-    grouped(out, view.groups).copy_(torch.matmul(weights, view.value))
-    return out
+    weights = torch.softmax(scores, -1).to(view.query.dtype).masked_fill(dead, 0.0)
+    return torch.matmul(weights, view.value)
 
 
-class Views(NamedTuple):
-    """Inputs of any layout as [B, groups, heads per group, M or N, K or Kv]."""
-
-    query: Tensor  # [B, G, R, M, K]
-    key: Tensor  # [B, G, 1 or R, N, K]
-    value: Tensor  # [B, G, 1 or R, N, Kv]
-    bias: Tensor | None  # [B|1, G|1, R|1, M|1, N|1]
-    groups: int
-
-    @property
-    def rows(self) -> int:
-        return self.query.shape[3]
-
-    @property
-    def keys(self) -> int:
-        return self.key.shape[3]
+# ---- sequences: each is a call of its own on rows of the inputs ----
 
 
-def grouped(x: Tensor, groups: int) -> Tensor:
-    """A view of any layout as [B, groups, heads per group, L, D]."""
-    if x.dim() == 3:
-        return x[:, None, None]
-    if x.dim() == 4:
-        batch, length, heads, depth = x.shape
-        x = x.view(batch, length, groups, heads // groups, depth)
-    return x.permute(0, 2, 3, 1, 4)
+class _Part(NamedTuple):
+    """One sequence, or the whole call where there are none."""
+
+    number: int
+    queries: slice
+    keys: slice | Tensor  # rows of key and value; of paged keys int64
 
 
-def views_of(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Views:
-    groups = max(1, key.shape[2]) if query.dim() == 4 else 1
-    if query.dim() == 4 and query.shape[2] % groups != 0:
-        raise ValueError(
-            f"query has {query.shape[2]} heads, which {groups} key heads do not divide"
-        )
-    if bias is not None:
-        bias = _bias_view(bias, query, groups)
-    return Views(grouped(query, groups), grouped(key, groups), grouped(value, groups), bias, groups)
+def _parts(rule: MaskRule, key: Tensor) -> Iterator[_Part]:
+    """Reads the lengths from the device."""
+    if rule.query_starts is None:
+        yield _Part(0, slice(None), slice(None))
+        return
+    starts = rule.query_starts.tolist()
+    firsts = [0] * rule.sequences if rule.key_starts is None else rule.key_starts.tolist()
+    if rule.key_lengths is None:
+        ends = firsts[1:]
+    else:
+        lengths = rule.key_lengths.tolist()
+        ends = [first + length for first, length in zip(firsts, lengths, strict=False)]
+    for s in range(rule.sequences):
+        rows: slice | Tensor = slice(firsts[s], ends[s])
+        if rule.block_tables is not None:
+            rows = paged_rows(rule.block_tables[s], rule.page_size, firsts[s], ends[s])
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < key.shape[1]:
+                raise ValueError(
+                    f"block_tables[{s}] names a page that key, {key.shape[1]} rows in pages of "
+                    f"{rule.page_size}, does not have"
+                )
+        yield _Part(s, slice(starts[s], starts[s + 1]), rows)
 
 
-def _bias_view(bias: Tensor, query: Tensor, groups: int) -> Tensor:
-    bias = bias_of_rank(bias, query)
-    if bias.dim() == 3:
-        return bias[:, None, None]
-    if bias.dim() == 4 and bias.shape[1] == 1:
-        return bias.unsqueeze(1)
-    if bias.dim() == 4:
-        return bias.view(bias.shape[0], groups, bias.shape[1] // groups, *bias.shape[2:])
-    return bias
+def _rows(x: Tensor, part: _Part) -> Tensor:
+    """The sequence's rows of key or value: a view, of paged ones a copy."""
+    return x[:, part.keys]
 
 
-def new_output(query: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Contiguous, in the query's layout, zero."""
-    return query.new_zeros((*query.shape[:-1], width), dtype=dtype)
+def _bias_of(bias: Tensor | None, rule: MaskRule, part: _Part) -> Tensor | None:
+    """The sequence's part of a tensor of the bias's shape: a view."""
+    if bias is None or not rule.varlen:
+        return bias
+    queries, keys = part.queries, part.keys
+    if isinstance(keys, Tensor):
+        keys = slice(0, keys.numel())
+    if rule.bias_per_sequence:
+        if bias.shape[0] > 1:
+            bias = bias[part.number : part.number + 1]
+        queries = slice(0, queries.stop - queries.start)
+        keys = slice(0, keys.stop - keys.start)
+    if bias.shape[-2] > 1:
+        bias = bias[..., queries, :]
+    return bias[..., keys] if bias.shape[-1] > 1 else bias
 
 
-def _visible(view: Views, causal: int, first: int, last: int) -> Tensor:
-    """[last - first, N], True where the causal rule lets row (from `first` on) see the key."""
-    rows = torch.arange(first, last, device=view.query.device)
-    if causal == CAUSAL_BOTTOM_RIGHT:
-        rows = rows + (view.keys - view.rows)
-    return torch.arange(view.keys, device=view.query.device) <= rows[:, None]
+def _views(
+    rule: MaskRule, part: _Part, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Views:
+    q, k, v = query[:, part.queries], _rows(key, part), _rows(value, part)
+    first_head = part.number * math.prod(query.shape[2:-1])
+    return views_of(q, k, v, _bias_of(bias, rule, part), rule.window, first_head)
 
 
-_Place = tuple[slice, slice, slice]  # batch, group, rows
-
-
-def _blocks(view: Views) -> Iterator[_Place]:
-    """Slices of (batch, group, rows) whose scores fit SCORES_PER_BLOCK (one row where none do)."""
-    batch, groups, heads, rows, _ = view.query.shape
-
-    def steps(total: int, cost: int) -> Iterator[slice]:
-        step = max(1, SCORES_PER_BLOCK // max(1, cost))
-        return (slice(i, min(i + step, total)) for i in range(0, total, step))
-
-    row_cost = heads * view.keys
-    group_cost = row_cost * min(rows, max(1, SCORES_PER_BLOCK // max(1, row_cost)))
-    batch_cost = group_cost * min(groups, max(1, SCORES_PER_BLOCK // max(1, group_cost)))
-    for b in steps(batch, batch_cost):
-        for g in steps(groups, group_cost):
-            for m in steps(rows, row_cost):
-                yield b, g, m
-
-
-def _limits(view: Views, causal: int, m: slice) -> tuple[int, int]:
-    """(first key that a row of the block does not see, first key that none sees)."""
-    if causal == CAUSAL_NONE:
-        return view.keys, view.keys
-    offset = view.keys - view.rows if causal == CAUSAL_BOTTOM_RIGHT else 0
-    ends = (m.start + offset + 1, m.stop + offset)
-    some, none = (min(max(end, 0), view.keys) for end in ends)
-    return some, none
-
-
-def _part(bias: Tensor, b: slice, g: slice, m: slice, n: slice) -> Tensor:
-    """The block of a broadcast bias."""
-    every = slice(None)
-    return bias[
-        b if bias.shape[0] > 1 else every,
-        g if bias.shape[1] > 1 else every,
-        :,
-        m if bias.shape[3] > 1 else every,
-        n if bias.shape[4] > 1 else every,
-    ]
-
-
-class Block(NamedTuple):
-    """Scores of some rows with all keys that any of them sees."""
-
-    query: Tensor  # [b, g, R, m, K]
-    key: Tensor  # [b, g, 1 or R, n, K]
-    value: Tensor  # [b, g, 1 or R, n, Kv]
-    weights: Tensor  # [b, g, R, m, n], exp(score - shift)
-    shift: Tensor  # [b, g, R, m, 1], the largest score, 0 where that is infinite
-    total: Tensor  # [b, g, R, m, 1], the weights' sum, 0 where no key is visible
-
-
-def _block(
-    view: Views, scale: float, rule: int, compute: torch.dtype, b: slice, g: slice, m: slice
-) -> Block | None:
-    """None where no row of the block sees a key."""
-    # Keys from `some` on are hidden from some rows of the block, keys from `none` on from all.
-    some, none = _limits(view, rule, m)
-    if none == 0:
-        return None
-    q, k, v = view.query[b, g, :, m], view.key[b, g, :, :none], view.value[b, g, :, :none]
-    q, k, v = q.to(compute), k.to(compute), v.to(compute)
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
-    if view.bias is not None:
-        part = _part(view.bias, b, g, m, slice(none))
-        if part.dtype == torch.bool:
-            scores.masked_fill_(~part, -math.inf)
-        else:
-            scores += part.to(compute)
-    if some < none:
-        hidden = ~_visible(view, rule, m.start, m.stop)[:, some:none]
-        scores[..., some:none].masked_fill_(hidden, -math.inf)
-    largest = scores.amax(-1, keepdim=True)
-    shift = largest.masked_fill(largest.isinf(), 0.0)
-    weights = scores.sub_(shift).exp_()  # where no key is visible: exp(-inf) = 0
-    return Block(q, k, v, weights, shift, weights.sum(-1, keepdim=True))
-
-
-def _dropped(view: Views, p: float, seed: Tensor | None, keys: int, at: _Place) -> Tensor:
-    """[b, g, R, m, n], True where dropout drops a weight."""
-    if seed is None:
-        raise ValueError(f"p is {p}: dropout needs seed, see memeff_attn.dropout.new_seed")
-    b, g, m = at
-    batch, groups, heads = view.query.shape[:3]
-    every = torch.arange(batch * groups * heads, device=seed.device).view(batch, groups, heads)
-    return ~dropout_rows(seed, p, every[b, g], m.start, m.stop, keys)
+def _rule(
+    attn_bias: Tensor | AttentionBias | MaskRule | None,
+    causal: int | None,
+    query: Tensor,
+    key: Tensor,
+) -> MaskRule:
+    rule = mask_rule(attn_bias, query, key)
+    if causal is None:
+        return rule
+    return dataclasses.replace(rule, anchor=causal, right=0 if causal else UNLIMITED)
 
 
 def blockwise(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | AttentionBias | None,
+    attn_bias: Tensor | AttentionBias | MaskRule | None,
     scale: float | None,
     compute: torch.dtype,
     out_dtype: torch.dtype | None = None,
@@ -309,29 +251,20 @@ def blockwise(
 
     causal: overrides what a mask object says, for callers that hold the number already.
     """
-    bias, rule = split_bias(attn_bias)
-    rule = rule if causal is None else causal
-    view = views_of(query, key, value, bias)
+    rule = _rule(attn_bias, causal, query, key)
     scale = default_scale(query) if scale is None else scale
     out = new_output(query, value.shape[-1], out_dtype or compute)
     lse = torch.full(lse_shape(query), -math.inf, dtype=compute, device=query.device)
-    if out.numel() == lse.numel() == 0 or view.keys == 0:
-        return out, lse
-    out_view = grouped(out, view.groups)
-    lse_view = lse.view(view.query.shape[:4])
-    for b, g, m in _blocks(view):
-        block = _block(view, scale, rule, compute, b, g, m)
-        if block is None:
-            continue
-        dead = block.total == 0
-        if p > 0:
-            dropped = _dropped(view, p, seed, block.key.shape[3], (b, g, m))
-            _drop(block.weights, dropped, p)
-        rows = torch.matmul(block.weights, block.value) / block.total.masked_fill(dead, 1.0)
-        out_view[b, g, :, m] = rows.masked_fill_(dead, 0.0).to(out.dtype)
-        # Where no key is visible: log 0.
-        lse_view[b, g, :, m] = (block.shift + block.total.log()).squeeze(-1)
+    for part in _parts(rule, key):
+        view = _views(rule, part, query, key, value, rule.bias)
+        rows = grouped(out[:, part.queries], view.groups)
+        sums = _lse_view(lse, view, part)
+        forward_into(rows, sums, view, scale, compute, SCORES_PER_BLOCK, p, seed)
     return out, lse
+
+
+def _lse_view(lse: Tensor, view: Views, part: _Part) -> Tensor:
+    return lse[..., part.queries].view(view.query.shape[:4])
 
 
 def backward_blockwise(
@@ -339,7 +272,7 @@ def backward_blockwise(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | AttentionBias | None,
+    attn_bias: Tensor | AttentionBias | MaskRule | None,
     scale: float | None,
     compute: torch.dtype,
     causal: int | None = None,
@@ -348,6 +281,7 @@ def backward_blockwise(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     needs: Sequence[bool] = (True, True, True, True),
+    grad_lse: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and bias, contiguous, everything in `compute`; None for what
     is not needed and for a bias that has none.
@@ -355,78 +289,38 @@ def backward_blockwise(
     out, lse: of the forward pass, where it saw more keys than these (its sums go over all of them);
     left out: those of these keys.
     """
-    bias, rule = split_bias(attn_bias)
-    rule = rule if causal is None else causal
-    view = views_of(query, key, value, bias)
+    rule = _rule(attn_bias, causal, query, key)
     scale = default_scale(query) if scale is None else scale
-    of_q, of_k, of_v, of_bias = needs
-    of_bias = of_bias and bias is not None and bias.dtype != torch.bool
+    needs = (*needs[:3], needs[3] and rule.bias is not None and rule.bias.dtype != torch.bool)
 
     def zeros(x: Tensor, needed: bool) -> Tensor:  # not needed: of the shape, without the memory
         return x.new_zeros(x.shape if needed else (), dtype=compute).expand(x.shape)
 
-    into = [zeros(x, n) for x, n in ((query, of_q), (key, of_k), (value, of_v))]
-    into_bias = None if bias is None else zeros(bias, of_bias)
-    grads = [
-        x if n else None
-        for x, n in zip((*into, into_bias), (of_q, of_k, of_v, of_bias), strict=True)
-    ]
-    if 0 in view.query.shape[:4] or view.keys == 0:
-        return grads
-    to = views_of(into[0], into[1], into[2], into_bias)
-    outer = grouped(grad_out, view.groups)
-    inner = None if out is None else grouped(out, view.groups)
-    sums = None if lse is None else lse.view(view.query.shape[:4]).unsqueeze(-1)
-    for b, g, m in _blocks(view):
-        block = _block(view, scale, rule, compute, b, g, m)
-        if block is None:
-            continue
-        keys = block.key.shape[3]
-        dead = block.total == 0
-        weights = block.weights.div_(block.total.masked_fill(dead, 1.0))
-        if sums is not None:
-            weights *= _share(block, sums[b, g, :, m].to(compute))
-        grad = outer[b, g, :, m].to(compute).masked_fill(dead, 0.0)
-        dropped = _dropped(view, p, seed, keys, (b, g, m)) if p > 0 else None
-        if of_v:
-            kept = weights if dropped is None else _drop(weights.clone(), dropped, p)
-            _add_heads(to.value[b, g, :, :keys], kept, grad)
-        if not (of_q or of_k or of_bias):
-            continue
-        grad_weights = torch.matmul(grad, block.value.transpose(-1, -2))
-        if dropped is not None:
-            _drop(grad_weights, dropped, p)
-        if inner is None:
-            delta = (weights * grad_weights).sum(-1, keepdim=True)
-        else:
-            delta = (grad * inner[b, g, :, m].to(compute)).sum(-1, keepdim=True)
-        grad_scores = grad_weights.sub_(delta).mul_(weights).masked_fill_(dead, 0.0)
-        if of_bias and to.bias is not None:
-            part = _part(to.bias, b, g, m, slice(keys))
-            part += grad_scores.sum_to_size(part.shape)
-        grad_scores *= scale
-        if of_q:
-            to.query[b, g, :, m] = torch.matmul(grad_scores, block.key)
-        if of_k:
-            _add_heads(to.key[b, g, :, :keys], grad_scores, block.query)
-    return grads
+    into = [zeros(x, n) for x, n in zip((query, key, value), needs[:3], strict=True)]
+    into_bias = None if rule.bias is None else zeros(rule.bias, needs[3])
+    for part in _parts(rule, key):
+        view = _views(rule, part, query, key, value, rule.bias)
+        # Of paged keys a copy of zeros.
+        to = _views(rule, part, into[0], into[1], into[2], into_bias)
+        outer = Outer(
+            grouped(grad_out[:, part.queries], view.groups),
+            None if out is None else grouped(out[:, part.queries], view.groups),
+            None if lse is None else _lse_view(lse, view, part),
+            None if grad_lse is None else _lse_view(grad_lse, view, part),
+        )
+        backward_into(to, view, outer, scale, compute, SCORES_PER_BLOCK, p, seed, needs)
+        if isinstance(part.keys, Tensor):
+            _add_pages(into, to, part.keys, needs)
+    if into_bias is not None and needs[3]:
+        given = tensor_of(attn_bias)
+        assert given is not None
+        into_bias = into_bias.view(given.shape)
+    found = (*into, into_bias)
+    return [x if n else None for x, n in zip(found, needs, strict=True)]
 
 
-def _drop(weights: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """In place: 0 where dropped, the others scaled."""
-    return weights.masked_fill_(dropped, 0.0).mul_(keep_scale(p))
-
-
-def _share(block: Block, lse: Tensor) -> Tensor:
-    """exp(own log-sum-exp - the given one), at most 1: exactly 1 where they are the same number,
-    however large."""
-    own = block.shift + block.total.log()
-    return torch.where(own == lse, 0.0, own - lse).clamp_(max=0.0).exp_()
-
-
-def _add_heads(to: Tensor, weights: Tensor, rows: Tensor) -> None:
-    """to [b, g, 1 or R, n, D] += weights [b, g, R, m, n]^T rows [b, g, R, m, D], summed over the
-    heads that share a key head."""
-    if to.shape[2] == 1:
-        weights, rows = weights.flatten(2, 3).unsqueeze(2), rows.flatten(2, 3).unsqueeze(2)
-    to += torch.matmul(weights.transpose(-1, -2), rows)
+def _add_pages(into: list[Tensor], to: Views, rows: Tensor, needs: Sequence[bool]) -> None:
+    """Adds the gradients of one sequence's paged keys and values to those of the pool."""
+    for x, part, needed in ((into[1], to.key, needs[1]), (into[2], to.value, needs[2])):
+        if needed:
+            grouped(x, to.groups).index_add_(3, rows, part)
