@@ -300,8 +300,7 @@ def backward_blockwise(
     into_bias = None if rule.bias is None else zeros(rule.bias, needs[3])
     for part in _parts(rule, key):
         view = _views(rule, part, query, key, value, rule.bias)
-        # Of paged keys a copy of zeros.
-        to = _views(rule, part, into[0], into[1], into[2], into_bias)
+        to = _targets(rule, part, into, into_bias)
         outer = Outer(
             grouped(grad_out[:, part.queries], view.groups),
             None if out is None else grouped(out[:, part.queries], view.groups),
@@ -317,6 +316,16 @@ def backward_blockwise(
         into_bias = into_bias.view(given.shape)
     found = (*into, into_bias)
     return [x if n else None for x, n in zip(found, needs, strict=True)]
+
+
+def _targets(rule: MaskRule, part: _Part, into: list[Tensor], into_bias: Tensor | None) -> Views:
+    """Where a sequence's gradients are added: views; for paged keys zeros of their own."""
+    query, key, value = into
+    if isinstance(part.keys, Tensor):
+        rows = part.keys.numel()
+        key, value = (x.new_zeros((1, rows, *x.shape[2:])) for x in (key, value))
+        part = part._replace(keys=slice(0, rows))
+    return _views(rule, part, query, key, value, into_bias)
 
 
 def _add_pages(into: list[Tensor], to: Views, rows: Tensor, needs: Sequence[bool]) -> None:
