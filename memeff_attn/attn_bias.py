@@ -69,6 +69,12 @@ VARLEN_BIASES = (
 )
 
 
+def is_plain(attn_bias: Tensor | AttentionBias | None) -> bool:
+    """Whether `split_bias` takes it."""
+    plain = LowerTriangularMask, LowerTriangularFromBottomRightMask
+    return attn_bias is None or isinstance(attn_bias, Tensor) or type(attn_bias) in plain
+
+
 def split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[Tensor | None, int]:
     """(additive or bool tensor, causal) of what today's operators take."""
     if attn_bias is None or isinstance(attn_bias, Tensor):
@@ -129,6 +135,7 @@ __all__ = [
     "_materialize_causal_mask",
     "bias_of_rank",
     "bias_shape",
+    "is_plain",
     "mask_rule",
     "planned_text",
     "split_bias",
