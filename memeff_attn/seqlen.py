@@ -38,7 +38,20 @@ def _lengths(seqlens: Iterable[int], name: str = "seqlens") -> list[int]:
 
 
 def _int32(numbers: Sequence[int], device: str | torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+    """On a GPU without waiting for it: through pinned memory, in the current stream's order."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+    pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
+
+
+def _overwrite(tensor: Tensor, numbers: Sequence[int]) -> None:
+    """ValueError where there are more or fewer numbers."""
+    if len(tensor) != len(numbers):
+        raise ValueError(f"the number of lengths must stay, was {len(tensor)}, is {len(numbers)}")
+    pinned = torch.tensor(numbers, dtype=torch.int32, pin_memory=tensor.is_cuda)
+    tensor.copy_(pinned, non_blocking=True)
 
 
 @dataclass
@@ -99,8 +112,7 @@ class _SeqLenInfo:
         ValueError where their number differs.
         """
         other = _SeqLenInfo.from_seqlens(seqlens, device="cpu")
-        _same_count(self.seqstart, other.seqstart)
-        self.seqstart.copy_(other.seqstart, non_blocking=True)
+        _overwrite(self.seqstart, other.seqstart_py)
         self.max_seqlen, self.min_seqlen = other.max_seqlen, other.min_seqlen
         self.seqstart_py = other.seqstart_py
 
@@ -195,9 +207,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
         """As many other lengths with the same padding, written into the same tensor."""
         lengths = _lengths(seqlens)
         _check_padding(lengths, self.padding)
-        other = _int32(lengths, "cpu")
-        _same_count(self.seqlen, other)
-        self.seqlen.copy_(other, non_blocking=True)
+        _overwrite(self.seqlen, lengths)
         self.seqlen_py = lengths
         self.max_seqlen, self.min_seqlen = max(lengths, default=0), min(lengths, default=0)
 
@@ -230,7 +240,7 @@ class _GappySeqInfo(_SeqLenInfo):
     def from_seqlens(
         cls, seqlens: Iterable[int], *, device: str | torch.device | None = None
     ) -> NoReturn:
-        raise RuntimeError("gappy sequences have starts of their own: use from_seqlens_gappy")
+        raise NotImplementedError("gappy sequences have starts of their own: from_seqlens_gappy")
 
     @classmethod
     def from_seqlens_gappy(
@@ -241,7 +251,8 @@ class _GappySeqInfo(_SeqLenInfo):
         *,
         device: str | torch.device | None = None,
     ) -> _GappySeqInfo:
-        """Of first rows and lengths; with paged = False seqstarts ends with the total.
+        """Of first rows and lengths; seqstarts ends with the total. With paged it need not, and what
+        it ends with is ignored.
 
         AssertionError for tensors, ValueError without a sequence, for negative numbers, for the
         wrong number of starts and for a sequence that ends beyond the total.
@@ -249,6 +260,8 @@ class _GappySeqInfo(_SeqLenInfo):
         starts, lengths = _lengths(seqstarts, "seqstarts"), _lengths(seqlens)
         if not lengths:
             raise ValueError("gappy sequences need at least one sequence")
+        if paged and len(starts) == len(lengths) + 1:
+            starts.pop()
         if len(starts) != len(lengths) + (not paged):
             raise ValueError(
                 f"{len(lengths)} sequences need as many starts{'' if paged else ' and the total'}, "
@@ -276,8 +289,3 @@ class _GappySeqInfo(_SeqLenInfo):
 def _check_padding(lengths: Sequence[int], padding: int) -> None:
     if any(length > padding for length in lengths):
         raise ValueError(f"each length must be at most the padding {padding}, got {list(lengths)}")
-
-
-def _same_count(old: Tensor, new: Tensor) -> None:
-    if old.shape != new.shape:
-        raise ValueError(f"the number of lengths must stay, was {len(old)}, is {len(new)}")

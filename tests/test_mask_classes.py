@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "plain lengths of gappy": (
         lambda: ab._GappySeqInfo.from_seqlens([1]),
-        RuntimeError,
+        NotImplementedError,
         "from_seqlens_gappy",
     ),
     "no gappy sequence": (lambda: GAPPY([], [0], []), ValueError, "at least one"),

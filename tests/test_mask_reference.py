@@ -253,6 +253,32 @@ def test_bias_and_its_gradient(case: Case, local: bool, heads: int) -> None:
     torch.testing.assert_close(reference.eager(*plain, joined), out, **CLOSE)
 
 
+@pytest.mark.parametrize("case", SEQUENCES, ids=str)
+def test_bias_of_each_sequence(case: Case) -> None:
+    """[sequences, H, ...]: sequence s has the numbers that it has alone."""
+    longest = max(len(rows) for rows in case.keys)
+    bias = torch.randn(len(case.queries), H, max(case.queries), longest, dtype=torch.float64)
+    mask: Any = case.mask
+    tensors = inputs_of(case)
+    joined = mask.add_bias(bias, per_sequence=True)
+    out, _ = reference.attention(*tensors, joined)
+    grads = reference.attention_backward(out, *tensors, joined)
+    assert grads[3] is not None and grads[3].shape == bias.shape
+    for s, (start, m) in enumerate(zip(case.starts, case.queries, strict=False)):
+        n = len(case.keys[s])
+        own = [tensors[0][:, start : start + m], *(x[:, case.keys[s]] for x in tensors[1:])]
+        seen = torch.tensor([[case.see(i, j, m, n) for j in range(n)] for i in range(m)])
+        part = bias[s : s + 1, :, :m, :n].masked_fill(~seen.view(m, n).bool(), -math.inf)
+        alone, _ = reference.attention(*own, part)
+        torch.testing.assert_close(out[:, start : start + m], alone, **CLOSE)
+        grad = reference.attention_backward(out[:, start : start + m], *own, part)[3]
+        assert grad is not None
+        torch.testing.assert_close(grads[3][s : s + 1, :, :m, :n], grad, **CLOSE)
+        rest = grads[3][s].clone()
+        rest[:, :m, :n] = 0
+        assert bool((rest == 0).all())
+
+
 def test_bias_gradient_has_the_shape_that_was_given() -> None:
     query = torch.randn(2, 3, 4, 8, dtype=torch.float64)
     for shape in [(3, 3), (1, 3, 3), (8, 3, 3), (2, 1, 1, 3)]:

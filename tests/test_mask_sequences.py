@@ -84,6 +84,7 @@ def test_gappy_info() -> None:
     assert info.seqstart.tolist() == [2, 5, 9] and info.seqlen.tolist() == [3, 1]
     pages = _GappySeqInfo.from_seqlens_gappy([2, 5], [3, 1], True, **CPU)
     assert list(pages.intervals()) == [(2, 5), (5, 6)] and pages.count == 2
+    assert pages == _GappySeqInfo.from_seqlens_gappy([2, 5, 9], [3, 1], True, **CPU)
     with pytest.raises(RuntimeError, match="new mask"):
         info.from_seqlens_inplace([1, 1])
     with pytest.raises(NotImplementedError, match="intervals"):
