@@ -251,8 +251,8 @@ class _GappySeqInfo(_SeqLenInfo):
         *,
         device: str | torch.device | None = None,
     ) -> _GappySeqInfo:
-        """Of first rows and lengths; seqstarts ends with the total. With paged it need not, and what
-        it ends with is ignored.
+        """Of first rows and lengths; seqstarts ends with the total, which with paged may be left
+        out and is ignored.
 
         AssertionError for tensors, ValueError without a sequence, for negative numbers, for the
         wrong number of starts and for a sequence that ends beyond the total.

@@ -312,6 +312,24 @@ def test_pages_of_many_sequences_sum_their_gradients() -> None:
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+def test_every_device(device: str) -> None:
+    """Masks that were moved, and masks made there: the reference reads them as on the CPU."""
+    for case in EVERY:
+        tensors = inputs_of(case)
+        moved = [x.to(device) for x in tensors]
+        out, lse = reference.attention(*tensors, case.mask)
+        there, sums = reference.attention(*moved, case.mask.to(device))
+        torch.testing.assert_close(there.cpu(), out, **CLOSE)
+        torch.testing.assert_close(sums.cpu(), lse, **CLOSE)
+    mask = ab.BlockDiagonalMask.from_seqlens([2, 3], device=device)
+    assert mask.q_seqinfo.seqstart.device.type == device
+    mask.q_seqinfo.from_seqlens_inplace([4, 1])
+    assert mask.q_seqinfo.seqstart.tolist() == [0, 4, 5]
+    shape = (5, 5)
+    assert mask.materialize(shape, device=device).device.type == device
+    assert torch.equal(mask.materialize(shape, device=device).cpu(), mask.materialize(shape))
+
+
 # ---- the CPU path ----
 
 
