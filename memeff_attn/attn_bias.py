@@ -68,6 +68,32 @@ VARLEN_BIASES = (
     PagedBlockDiagonalGappyKeysMask,
 )
 
+# Every class that is a mask, by its exact type.
+MASKS: tuple[type[AttentionBias], ...] = (
+    LowerTriangularMask,
+    LowerTriangularMaskWithTensorBias,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularFromBottomRightLocalAttentionMask,
+    LocalAttentionFromBottomRightMask,
+    KeyPaddingMask,
+    MaskWithTensorBias,
+    BlockDiagonalMask,
+    BlockDiagonalCausalMask,
+    BlockDiagonalCausalFromBottomRightMask,
+    BlockDiagonalCausalLocalAttentionMask,
+    BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+    BlockDiagonalPaddedKeysMask,
+    BlockDiagonalCausalWithOffsetPaddedKeysMask,
+    BlockDiagonalLocalAttentionPaddedKeysMask,
+    BlockDiagonalCausalLocalAttentionPaddedKeysMask,
+    BlockDiagonalGappyKeysMask,
+    BlockDiagonalCausalWithOffsetGappyKeysMask,
+    PagedBlockDiagonalPaddedKeysMask,
+    PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+    PagedBlockDiagonalGappyKeysMask,
+    PagedBlockDiagonalCausalWithOffsetGappyKeysMask,
+)
+
 
 def is_plain(attn_bias: Tensor | AttentionBias | None) -> bool:
     """Whether `split_bias` takes it."""
@@ -101,6 +127,7 @@ __all__ = [
     "CAUSAL_BOTTOM_RIGHT",
     "CAUSAL_NONE",
     "CAUSAL_TOP_LEFT",
+    "MASKS",
     "UNLIMITED",
     "VARLEN_BIASES",
     "AttentionBias",

@@ -46,6 +46,8 @@ def test_every_class_has_a_case() -> None:
     covered = {type(case.mask).__name__ for case in EVERY} | {"KeyPaddingMask"}
     assert names == covered
     assert all(issubclass(getattr(ab, name), ab.AttentionBias) for name in names)
+    with_tensor = {ab.LowerTriangularMaskWithTensorBias, ab.MaskWithTensorBias}
+    assert set(ab.MASKS) == {getattr(ab, name) for name in names} | with_tensor
 
 
 def test_materialize_needs_the_sequences_lengths() -> None:
