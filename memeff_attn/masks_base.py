@@ -40,12 +40,12 @@ class Window(NamedTuple):
         """bool [rows, columns] of a sequence of that many queries and keys."""
         middle = torch.arange(*rows.indices(queries), device=device) + self.offset(queries, keys)
         distance = torch.arange(*columns.indices(keys), device=device) - middle[:, None]
-        seen = torch.ones(distance.shape, dtype=torch.bool, device=device)
-        if self.left != UNLIMITED:
-            seen &= distance >= -self.left
-        if self.right != UNLIMITED:
-            seen &= distance <= self.right
-        return seen
+        if self.left == self.right == UNLIMITED:
+            return torch.ones(distance.shape, dtype=torch.bool, device=device)
+        if self.left == UNLIMITED:
+            return distance <= self.right
+        seen = distance >= -self.left
+        return seen if self.right == UNLIMITED else seen & (distance <= self.right)
 
 
 def picture(visible: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

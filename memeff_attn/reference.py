@@ -135,10 +135,9 @@ def _eager(
     scale = default_scale(query) if scale is None else scale
     out = new_output(query, value.shape[-1], query.dtype)
     for part in _parts(rule, key):
-        q, k, v = query[:, part.queries], _rows(key, part), _rows(value, part)
-        view = views_of(q, k, v, _bias_of(rule.bias, rule, part), rule.window)
+        view = _views(rule, part, query, key, value, rule.bias)
         rows = _eager_part(view, scale, rule)
-        grouped(out[:, part.queries], view.groups).copy_(rows)
+        grouped(_rows(out, part.queries), view.groups).copy_(rows)
     return out
 
 
@@ -160,6 +159,9 @@ def _eager_part(view: Views, scale: float, rule: MaskRule) -> Tensor:
 # ---- sequences: each is a call of its own on rows of the inputs ----
 
 
+_WHOLE = slice(None)
+
+
 class _Part(NamedTuple):
     """One sequence, or the whole call where there are none."""
 
@@ -171,7 +173,7 @@ class _Part(NamedTuple):
 def _parts(rule: MaskRule, key: Tensor) -> Iterator[_Part]:
     """Reads the lengths from the device."""
     if rule.query_starts is None:
-        yield _Part(0, slice(None), slice(None))
+        yield _Part(0, _WHOLE, _WHOLE)
         return
     starts = rule.query_starts.tolist()
     firsts = [0] * rule.sequences if rule.key_starts is None else rule.key_starts.tolist()
@@ -192,9 +194,9 @@ def _parts(rule: MaskRule, key: Tensor) -> Iterator[_Part]:
         yield _Part(s, slice(starts[s], starts[s + 1]), rows)
 
 
-def _rows(x: Tensor, part: _Part) -> Tensor:
-    """The sequence's rows of key or value: a view, of paged ones a copy."""
-    return x[:, part.keys]
+def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """A sequence's rows of any operand: a view, of paged keys and values a copy."""
+    return x if rows is _WHOLE else x[:, rows]
 
 
 def _bias_of(bias: Tensor | None, rule: MaskRule, part: _Part) -> Tensor | None:
@@ -217,7 +219,7 @@ def _bias_of(bias: Tensor | None, rule: MaskRule, part: _Part) -> Tensor | None:
 def _views(
     rule: MaskRule, part: _Part, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> Views:
-    q, k, v = query[:, part.queries], _rows(key, part), _rows(value, part)
+    q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
     first_head = part.number * math.prod(query.shape[2:-1])
     return views_of(q, k, v, _bias_of(bias, rule, part), rule.window, first_head)
 
@@ -229,7 +231,7 @@ def _rule(
     key: Tensor,
 ) -> MaskRule:
     rule = mask_rule(attn_bias, query, key)
-    if causal is None:
+    if causal is None or causal == rule.causal:
         return rule
     return dataclasses.replace(rule, anchor=causal, right=0 if causal else UNLIMITED)
 
@@ -257,14 +259,15 @@ def blockwise(
     lse = torch.full(lse_shape(query), -math.inf, dtype=compute, device=query.device)
     for part in _parts(rule, key):
         view = _views(rule, part, query, key, value, rule.bias)
-        rows = grouped(out[:, part.queries], view.groups)
+        rows = grouped(_rows(out, part.queries), view.groups)
         sums = _lse_view(lse, view, part)
         forward_into(rows, sums, view, scale, compute, SCORES_PER_BLOCK, p, seed)
     return out, lse
 
 
 def _lse_view(lse: Tensor, view: Views, part: _Part) -> Tensor:
-    return lse[..., part.queries].view(view.query.shape[:4])
+    own = lse if part.queries is _WHOLE else lse[..., part.queries]
+    return own.view(view.query.shape[:4])
 
 
 def backward_blockwise(
@@ -302,8 +305,8 @@ def backward_blockwise(
         view = _views(rule, part, query, key, value, rule.bias)
         to = _targets(rule, part, into, into_bias)
         outer = Outer(
-            grouped(grad_out[:, part.queries], view.groups),
-            None if out is None else grouped(out[:, part.queries], view.groups),
+            grouped(_rows(grad_out, part.queries), view.groups),
+            None if out is None else grouped(_rows(out, part.queries), view.groups),
             None if lse is None else _lse_view(lse, view, part),
             None if grad_lse is None else _lse_view(grad_lse, view, part),
         )
