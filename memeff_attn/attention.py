@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import autograd, dispatch, ops
+from . import autograd, dispatch, masked, ops
 from . import backward as backward_op
 from .attn_bias import (
     CAUSAL_BOTTOM_RIGHT,
@@ -18,6 +18,7 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
     bias_of_rank,
+    is_plain,
     split_bias,
 )
 from .dropout import new_seed
@@ -177,6 +178,10 @@ def memory_efficient_attention_backward(
     chosen = dispatch.resolve_bw_op(op)
     if chosen is not None:
         dispatch.ensure_op_takes(chosen, inputs)
+    if _on_cpu(query, attn_bias) and not is_plain(attn_bias):
+        return masked.attention_backward(
+            grad, output, lse, query, key, value, attn_bias, float(p), scale, state
+        )
     bias, causal = split_bias(attn_bias)
     bias = None if bias is None else bias_of_rank(bias, query)
     tf32 = query.dtype == torch.float32 and dispatch.tf32_allowed()
@@ -218,7 +223,7 @@ def _attention(
         elif type(attn_bias) is LowerTriangularFromBottomRightMask:
             causal = CAUSAL_BOTTOM_RIGHT
         else:
-            _refuse_mask(query, key, value, attn_bias, p, scale)
+            return _by_rule(query, key, value, attn_bias, p, scale, op, output_dtype, seed)
     if mixed:
         query, key, value, bias = _cast_by_autocast(query, key, value, bias)
         dtype = query.dtype
@@ -254,6 +259,42 @@ def _attention(
         query, key, value, bias, scale, causal, tf32, need_lse, variant, p, state
     )
     return result
+
+
+def _by_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: AttentionBias,
+    p: float,
+    scale: float | None,
+    op: Any,
+    output_dtype: torch.dtype | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Masks that no kernel takes yet: on the CPU."""
+    if not _on_cpu(query, attn_bias):
+        _refuse_mask(query, key, value, attn_bias, p, scale)
+    inputs = Inputs(query, key, value, attn_bias, p, scale, output_dtype)
+    named: list[Any] = [dispatch.resolve_op(op)]
+    if isinstance(op, tuple):
+        named.append(dispatch.resolve_bw_op(op))
+    for chosen in filter(None, named):
+        dispatch.ensure_op_takes(chosen, inputs)
+    if output_dtype not in (None, query.dtype):
+        inputs.validate_inputs()
+        raise NotImplementedError(dispatch.no_operator_text(inputs))
+    if not query.dtype == key.dtype == value.dtype:
+        query, key, value, _ = _cast_by_autocast(query, key, value, None)
+    p = _number("p", p) if isinstance(p, Tensor) else p
+    scale = None if scale is None else _number("scale", scale)
+    state = _seed(p, seed, query)
+    out, lse = masked.attention(query, key, value, attn_bias, p, scale, state)
+    return out, lse.unsqueeze(0)
+
+
+def _on_cpu(query: Tensor, attn_bias: object) -> bool:
+    return query.device.type == "cpu" and isinstance(attn_bias, AttentionBias)
 
 
 def _refuse(

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from . import cpu
 from .attn_bias import (
+    MASKS,
     AttentionBias,
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
     bias_of_rank,
+    is_plain,
+    mask_rule,
     split_bias,
 )
 from .inputs import Inputs as Inputs  # public here, as in xFormers
@@ -153,10 +156,11 @@ class AttentionBwOpBase(AttentionOpBase):
 
 
 class CpuFwOp(AttentionFwOpBase):
-    """PyTorch's own CPU attention, blockwise where that does not apply (cpu.py)."""
+    """PyTorch's own CPU attention, blockwise where that does not apply (cpu.py, masked.py)."""
 
     NAME = "cpu"
     SUPPORTED_DEVICES = frozenset({"cpu"})
+    SUPPORTED_ATTN_BIAS_TYPES = (NoneType, Tensor, *MASKS)
 
 
 class CpuBwOp(AttentionBwOpBase):
@@ -164,6 +168,7 @@ class CpuBwOp(AttentionBwOpBase):
 
     NAME = "cpu_bwd"
     SUPPORTED_DEVICES = frozenset({"cpu"})
+    SUPPORTED_ATTN_BIAS_TYPES = (NoneType, Tensor, *MASKS)
 
 
 class _Chained(AttentionOpBase):
@@ -434,14 +439,21 @@ def _explain_cpu(d: Inputs, chosen: type[AttentionOpBase] | None, backward: bool
         reasons.append(f"op={chosen.NAME} does not run on the CPU")
     if reasons:
         return "chosen: none\n" + _listing(cpu_op, reasons)
-    bias, causal = split_bias(d.attn_bias)
-    bias = None if bias is None else bias_of_rank(bias, d.query)
-    settings = d.query, d.key, d.value, bias, d.scale_float, causal, d.p
-    if backward:
-        path, why = cpu.backward_route(*settings, bias is not None and bias.requires_grad)
-    else:
-        path, why = cpu.route(*settings)
+    path, why = _cpu_route(d, backward)
     name = "PyTorch's flash kernel for the CPU" if path == "flash" else "blockwise PyTorch"
     other = ChainedBwOp if backward else ChainedFwOp
     others = f"the others:\n  - takes tensors on a GPU: {other.NAME}"
     return f"chosen: {cpu_op.NAME}, {name} ({why})\n{others}"
+
+
+def _cpu_route(d: Inputs, backward: bool) -> tuple[str, str]:
+    """("flash" or "blockwise", why)."""
+    if not is_plain(d.attn_bias):
+        mask_rule(d.attn_bias, d.query, d.key)
+        return "blockwise", "PyTorch's flash kernel knows no such mask"
+    bias, causal = split_bias(d.attn_bias)
+    bias = None if bias is None else bias_of_rank(bias, d.query)
+    settings = d.query, d.key, d.value, bias, d.scale_float, causal, d.p
+    if backward:
+        return cpu.backward_route(*settings, bias is not None and bias.requires_grad)
+    return cpu.route(*settings)
