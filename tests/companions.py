@@ -1,38 +1,70 @@
 """The forward kernel that goes with a forced backward kernel.
 
-A backward kernel recomputes the scores and takes exp(S - LSE): where its LSE comes from a kernel
-that sums the products of S in another order or with other instructions, P is off by what the two
-differ in, which no GPU of that sub-family ever sees. So tests that force a backward row of another
-sub-family than this GPU's force a forward row of the same one."""
+A backward kernel recomputes the scores and takes P = exp(S - LSE): P of a single visible key is 1,
+and sums of P are 1, only where the forward kernel computed S by the same arithmetic. So tests that
+force a backward row force the forward row that goes with it, on every sub-family. Automatic
+selection, untouched here, has to pair alike by itself: test_dispatch_pairs.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+Row = dict[str, Any]  # of _C.variants()
+
+
+def scores(row: Row) -> str:
+    """How a row computes S: "compensated" sums, "ffma", or matrix "products".
+
+    The table does not say it; limits do, as test_dispatch_pairs.py checks against the rows' C++
+    types: in fp32 on sm80, the rows for few queries take compensated sums (CompensatedQk), and
+    those that stop at K = 32 take FFMA (ResidentQk<32>)."""
+    if (row["arch"], row["dtype"], row["math"]) != ("sm80", "f32", "ieee"):
+        return "products"
+    if row["max_m"]:
+        return "compensated"
+    return "ffma" if 0 < row["max_k"] <= 32 else "products"
+
 
 def forward_row(
-    backward: dict[str, Any], table: Iterable[dict[str, Any]], bias: bool, p: float, k: int, kv: int
+    backward: Row,
+    table: Iterable[Row],
+    bias: bool,
+    p: float,
+    k: int,
+    kv: int,
+    smem_optin: int = 1 << 20,
 ) -> str:
-    """The first row that takes what `backward` takes with these head dims; "" (automatic, which
-    stays in the sub-family on every GPU that runs these tests) for a row of sm80."""
-    if backward["arch"] == "sm80":
-        return ""
-    for row in table:
-        same = all(row[x] == backward[x] for x in ("arch", "dtype", "math", "built"))
-        if row["kind"] != "fwd" or not same or backward["alignment"] % row["alignment"]:
-            continue
-        serves = row["dropout"] if p else row["bias"] == bias and not row["dropout"]
-        if serves and k <= (row["max_k"] or k) and kv <= (row["max_kv"] or kv):
-            return str(row["name"])
-    raise LookupError(f"no forward row goes with {backward['name']}, K {k}, Kv {kv}")
+    """The row whose S is that of `backward`, for a call that `backward` takes with these head dims
+    on a GPU of so much shared memory a block: best of the same K limit, else the first."""
+
+    def serves(row: Row) -> bool:
+        return (
+            row["kind"] == "fwd"
+            and all(row[x] == backward[x] for x in ("arch", "dtype", "math", "built"))
+            and scores(row) == scores(backward)
+            and bool(row["max_m"]) == bool(backward["max_m"])  # tiles of few queries are their own
+            and backward["alignment"] % row["alignment"] == 0
+            and (row["dropout"] if p else row["bias"] == bias and not row["dropout"])
+            and k <= (row["max_k"] or k)
+            and kv <= (row["max_kv"] or kv)
+            and row["smem_bytes"] <= smem_optin
+        )
+
+    found = sorted(filter(serves, table), key=lambda row: row["max_k"] != backward["max_k"])
+    if not found:
+        raise LookupError(f"no forward row goes with {backward['name']}, K {k}, Kv {kv}")
+    return str(found[0]["name"])
 
 
 def forward_name(backward: str, bias: bool, p: float, k: int, kv: int) -> str:
-    """The same by the backward row's name ("": automatic), in this build's table."""
+    """The same by the backward row's name ("": automatic), in this build's table on this GPU."""
     if not backward:
         return ""
+    import torch
+
     from memeff_attn import _C
 
     table = {row["name"]: row for row in _C.variants()}
-    return forward_row(table[backward], table.values(), bias, p, k, kv)
+    optin = _C.device_info(torch.cuda.current_device())["smem_optin"]
+    return forward_row(table[backward], table.values(), bias, p, k, kv, optin)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from backward_cases import BackwardCase
 from cases import Case
-from companions import forward_row
+from companions import forward_row, scores
 from tolerance import Checker, tf32
 
 memeff_attn = pytest.importorskip("memeff_attn")
@@ -389,14 +389,41 @@ def test_a_forward_row_goes_with_each_backward_row() -> None:
         if not (row["bias"] and row["dropout"]):
             features = [(row["bias"], 0.3 if row["dropout"] else 0.0)]
         for k, kv, (bias, p) in itertools.product(ks, kvs, features):
-            name = forward_row(row, table.values(), bias, p, k, kv)
-            if row["arch"] == "sm80":
-                assert name == ""
-                continue
-            found = table[name]
+            found = table[forward_row(row, table.values(), bias, p, k, kv)]
             assert found["kind"] == "fwd" and found["dropout"] == bool(p)
             assert all(found[x] == row[x] for x in ("arch", "dtype", "math"))
             assert (found["bias"] == bias) or p
+            assert scores(found) == scores(row)
+            request = {"sm": 90, "smem_optin": 1 << 20, "pass": "fwd", "any_build": True}
+            request |= {x: row[x] for x in ("dtype", "math", "alignment")}
+            request |= {"K": k, "Kv": kv, "has_bias": bias, "dropout": bool(p)}
+            assert _C.select({**request, "variant": found["name"]}) == found["name"]
+
+
+def test_named_companions() -> None:
+    """The same tile where there is one, FFMA with FFMA, compensated sums with themselves; never a
+    tile that the GPU has no shared memory for."""
+    _C = pytest.importorskip("memeff_attn._C")
+    table = {row["name"]: row for row in _C.variants()}
+
+    def goes_with(name: str, *call: Any) -> str:
+        return forward_row(table["chained_bwd_" + name], table.values(), *call)
+
+    for name, call, expected in (
+        ("sm80_f32_few", (False, 0.0, 300, 300), "sm80_f32_few"),
+        ("sm80_f32_few_bias", (True, 0.0, 8, 8), "sm80_f32_few_bias"),
+        ("sm80_f32_k32", (False, 0.0, 32, 8), "sm80_f32_k32"),
+        ("sm80_f32_k32_full", (True, 0.3, 32, 8), "sm80_f32_k32_full"),
+        ("sm80_f32_k64", (False, 0.0, 8, 8), "sm80_f32_k64"),
+        ("sm80_f32_k128", (False, 0.0, 128, 128), "sm80_f32_k128"),
+        ("sm80_f32_any", (False, 0.0, 8, 8), "sm80_f32_unaligned"),
+        ("sm80_f32_any_full", (True, 0.0, 7, 7), "sm80_f32_unaligned_bias"),
+        ("sm80_f16_k64", (False, 0.0, 64, 64), "sm80_f16_k64"),
+        ("sm80_f16_v512", (False, 0.0, 600, 600, 227 << 10), "sm80_f16_v512"),
+        ("sm80_f16_v512", (False, 0.0, 600, 600, 163 << 10), "sm80_f16_v512_small"),
+        ("sm70_f16_v64", (False, 0.0, 64, 64), "sm70_f16_v64"),
+    ):
+        assert goes_with(name, *call) == "chained_" + expected
 
 
 def test_built_is_what_was_asked() -> None:
