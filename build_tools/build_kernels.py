@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import child_session
 import cuda
 import ptxas_log
 from cuda import ROOT, BuildError
@@ -405,7 +406,7 @@ def build(o: Options) -> Path | None:
     before = len(log.read_text().splitlines()) if log.exists() else 0
     environment = dict(os.environ, NINJA_STATUS="[%f/%t %es] ")
     command = [ninja_path(), "-f", str(ninja_file), "-j", str(jobs)]
-    if subprocess.run(command, env=environment, check=False).returncode != 0:
+    if child_session.run(command, environment) != 0:
         raise BuildError("the build failed; the compiler's words are above")
     times = slowest(log, before)
     if times:

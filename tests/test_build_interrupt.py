@@ -1,0 +1,109 @@
+"""A build that is interrupted leaves no compiler behind (build_tools/child_session.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_build import TOOLS, load
+
+child_session = load(TOOLS / "child_session.py")
+
+# A compiler that works in a child of its own and writes the object late, as nvcc does.
+COMPILER = """#!/bin/bash
+{trap}
+for word in "$@"; do [ "$last" = -o ] && object=$word; last=$word; done
+echo $$ >> {folder}/started
+(sleep 3; echo late > "$object") &
+echo $! >> {folder}/started
+wait $!
+"""
+
+
+def compiler(folder: Path, trap: str = "") -> Path:
+    path = folder / "compiler"
+    path.write_text(COMPILER.format(folder=folder, trap=trap))
+    path.chmod(0o755)
+    return path
+
+
+def started(folder: Path, count: int) -> list[int]:
+    """Process ids of compilers, once there are so many."""
+    path, give_up = folder / "started", time.monotonic() + 60
+    while time.monotonic() < give_up:
+        pids = path.read_text().split() if path.exists() else []
+        if len(pids) >= count:
+            return [int(pid) for pid in pids]
+        time.sleep(0.05)
+    raise AssertionError("the compiler did not start")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_build_leaves_no_compiler(tmp_path: Path, number: signal.Signals) -> None:
+    pytest.importorskip("ninja", reason="a build needs ninja")
+    objects = tmp_path / "o"
+    command = [
+        sys.executable, str(TOOLS / "build_kernels.py"), "--host-only", "--no-link",
+        "--out", str(tmp_path / "m"), "--objects", str(objects),
+    ]  # fmt: skip
+    environment = dict(os.environ, CXX=str(compiler(tmp_path)), MEMEFF_CCACHE="0", MAX_JOBS="2")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as build:
+        started(tmp_path, 4 if len(os.sched_getaffinity(0)) > 1 else 2)
+        build.send_signal(number)
+        status = build.wait(timeout=30)
+    assert status in ((-number, 130) if number == signal.SIGINT else (128 + number,))
+    alive = [pid for pid in started(tmp_path, 1) if is_alive(pid)]
+    assert alive == []
+    time.sleep(3.5)  # as long as an orphan would take to write
+    assert list(objects.glob("*.o")) == []
+
+
+CALL = """
+import sys
+sys.path.insert(0, {tools!r})
+import child_session
+child_session.run({command!r}, patience_s=0.3)
+"""
+
+
+def test_a_compiler_that_ignores_signals_is_killed(tmp_path: Path) -> None:
+    """In a group of its own too, as ninja starts its children."""
+    own_group = (
+        f"set -m; {compiler(tmp_path, 'trap : INT TERM HUP')} -o {tmp_path / 'late.o'} & wait"
+    )
+    code = CALL.format(tools=str(TOOLS), command=["bash", "-c", own_group])
+    with subprocess.Popen([sys.executable, "-c", code]) as build:
+        pids = started(tmp_path, 2)
+        assert os.getpgid(pids[0]) != os.getpgid(build.pid)
+        build.terminate()
+        assert build.wait(timeout=20) == 128 + signal.SIGTERM
+    assert not any(map(is_alive, pids))
+    assert not (tmp_path / "late.o").exists()
+
+
+def test_a_killed_ninja_takes_its_compilers_along(tmp_path: Path) -> None:
+    """Out of memory: the kernel ends ninja alone."""
+    script = f"{compiler(tmp_path)} -o {tmp_path / 'late.o'} & wait $(sleep 0.5; kill -9 $$)"
+    assert child_session.run(["bash", "-c", script], patience_s=0.3) == -signal.SIGKILL
+    assert not any(map(is_alive, started(tmp_path, 2)))
+    assert not (tmp_path / "late.o").exists()
+
+
+def test_the_exit_status_is_the_commands(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert child_session.run(["true"]) == 0
+    assert child_session.run(["bash", "-c", "exit 7"]) == 7
+    assert child_session.run(["bash", "-c", "exit $NUMBER"], {**os.environ, "NUMBER": "3"}) == 3
+    assert signal.getsignal(signal.SIGTERM) is before
