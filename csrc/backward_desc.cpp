@@ -57,7 +57,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   *p = BackwardParams{};
   const ForwardCall forward{a.query, a.key,   a.value, a.bias,   a.out,  a.lse,
                             a.seed,  a.scale, a.p,     a.causal, a.tf32, a.variant};
-  if (Status s = make_forward(forward, &p->forward, r); !s.ok()) return s;
+  if (Status s = make_operands(forward, &p->forward, r); !s.ok()) return s;
   if (!a.lse.has_value()) return invalid("lse is missing: the backward pass needs the forward's");
   if (Status s = check_operand(a.grad_out, "grad_out", a.query); !s.ok()) return s;
   if (Status s = check_shape(a.grad_out, "grad_out", a.out.shape, a.out.rank); !s.ok()) return s;

@@ -63,42 +63,39 @@ py::object answer(const Status& status) {
 
 CUstream_st* stream_of(uintptr_t stream) { return reinterpret_cast<CUstream_st*>(stream); }
 
-py::object workspace_of(const BackwardCall& args) {
-  int64_t elements = 0;
-  const Status status = backward_workspace(args, &elements);
-  return status.ok() ? py::cast(elements) : answer(status);
-}
-
 template <size_t>
 using Handle = py::handle;
 
-// `name` takes tensors, `name`_scalars takes what describes them. Call starts with as many TensorDescs as I counts.
-template <typename Call, size_t... I>
-void def_call(py::module_& m, const std::string& name, Status (*run)(const Call&, CUstream_st*),
-              std::index_sequence<I...>) {
-  m.def(name.c_str(), [run](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
-                            uintptr_t stream) {
-    return answer(run({desc_of(tensors)..., scale, p, causal, tf32, std::move(variant)}, stream_of(stream)));
+// forward takes tensors, forward_scalars takes what describes them; ForwardCall starts with as many as I counts.
+template <size_t... I>
+void def_forward(py::module_& m, std::index_sequence<I...>) {
+  m.def("forward", [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
+                      uintptr_t stream) {
+    return answer(run_forward({desc_of(tensors)..., scale, p, causal, tf32, std::move(variant)}, stream_of(stream)));
   });
-  m.def((name + "_scalars").c_str(), [run](Handle<I>... scalars, float scale, double p, int causal, bool tf32,
-                                           std::string variant, uintptr_t stream, int device) {
-    const Call args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant)};
-    return answer(run(args, stream_of(stream)));
+  m.def("forward_scalars", [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant,
+                              uintptr_t stream, int device) {
+    const ForwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant)};
+    return answer(run_forward(args, stream_of(stream)));
   });
 }
 
-// The same without workspace and stream.
+// The same of BackwardCall; `allocate` gives the workspace in the same form as the tensors.
 template <size_t... I>
-void def_workspace(py::module_& m, std::index_sequence<I...>) {
-  m.def("backward_workspace",
-        [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant) {
-          return workspace_of({desc_of(tensors)..., TensorDesc{}, scale, p, causal, tf32, std::move(variant)});
-        });
-  m.def("backward_workspace_scalars",
-        [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant, int device) {
-          return workspace_of(
-              {desc_of_scalars(scalars, device)..., TensorDesc{}, scale, p, causal, tf32, std::move(variant)});
-        });
+void def_backward(py::module_& m, std::index_sequence<I...>) {
+  m.def("backward", [](Handle<I>... tensors, py::handle allocate, float scale, double p, int causal, bool tf32,
+                       std::string variant, uintptr_t stream) {
+    py::object workspace;  // alive until the launches are made
+    const auto place = [&](int64_t elements) { return desc_of(workspace = allocate(elements)); };
+    return answer(
+        run_backward({desc_of(tensors)..., scale, p, causal, tf32, std::move(variant)}, place, stream_of(stream)));
+  });
+  m.def("backward_scalars", [](Handle<I>... scalars, py::handle allocate, float scale, double p, int causal, bool tf32,
+                               std::string variant, uintptr_t stream, int device) {
+    const auto place = [&](int64_t elements) { return desc_of_scalars(allocate(elements), device); };
+    const BackwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant)};
+    return answer(run_backward(args, place, stream_of(stream)));
+  });
 }
 
 DType dtype_from(const std::string& name) {
@@ -217,9 +214,8 @@ py::dict device_info(int device) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  def_call<ForwardCall>(m, "forward", &run_forward, std::make_index_sequence<7>());
-  def_call<BackwardCall>(m, "backward", &run_backward, std::make_index_sequence<13>());
-  def_workspace(m, std::make_index_sequence<12>());
+  def_forward(m, std::make_index_sequence<7>());
+  def_backward(m, std::make_index_sequence<12>());
   m.def("backward_plan", &backward_plan);
   m.def("select", &select_name);
   m.def("explain", [](const py::dict& request) { return explain(request_of(request)); });

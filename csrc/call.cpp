@@ -59,10 +59,11 @@ Status sum_splits(const View& partial, void* gradient, DType dtype, int64_t nume
       {static_cast<const float*>(partial.data), gradient, dtype, numel, partial.stride_split, partial.splits}, stream);
 }
 
-Status launch_all(const KernelRow& row, const BackwardParams& p, const BackwardCall& args, CUstream_st* stream) {
+// p: with its parts in the workspace; the workspace starts with delta.
+Status launch_all(const KernelRow& row, const BackwardParams& p, float* workspace, const BackwardCall& args,
+                  CUstream_st* stream) {
   const DType dtype = DType(args.query.dtype);
-  auto* delta = static_cast<float*>(args.workspace.data);
-  if (Status s = reduce::launch_delta(delta_args(p, delta, dtype), stream); !s.ok()) return s;
+  if (Status s = reduce::launch_delta(delta_args(p, workspace, dtype), stream); !s.ok()) return s;
   if (Status s = row.backward(p, stream); !s.ok()) return s;
   const auto sum = [&](const auto& partial, const TensorDesc& gradient, int64_t numel) {
     return sum_splits(partial, gradient.data, DType(gradient.dtype), numel, stream);
@@ -90,21 +91,16 @@ Status run_forward(const ForwardCall& args, CUstream_st* stream) {
   return row->forward(params, stream);
 }
 
-Status run_backward(const BackwardCall& args, CUstream_st* stream) {
+Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream) {
   Backward b;
   if (Status s = prepare(args, &b); !s.ok() || b.row == nullptr) return s;
-  if (Status s = check_workspace(args.workspace, args.query, b.plan.total); !s.ok()) return s;
-  use_workspace(b.plan, static_cast<float*>(args.workspace.data), &b.params);
+  const TensorDesc workspace = allocate(b.plan.total);
+  if (Status s = check_workspace(workspace, args.query, b.plan.total); !s.ok()) return s;
+  auto* data = static_cast<float*>(workspace.data);
+  use_workspace(b.plan, data, &b.params);
   const DeviceGuard guard(args.query.device);
   if (!guard.status().ok()) return guard.status();
-  return launch_all(*b.row, b.params, args, stream);
-}
-
-Status backward_workspace(const BackwardCall& args, int64_t* elements) {
-  Backward b;
-  Status status = prepare(args, &b);
-  *elements = b.plan.total;
-  return status;
+  return launch_all(*b.row, b.params, data, args, stream);
 }
 
 Status plan_request(const Request& asked, int32_t heads_per_kv, const int64_t (&bias)[4], const KernelRow** row,

@@ -1,6 +1,8 @@
 // One call of the binding, from tensors to launches. Plain C++17: no Python.
 #pragma once
 
+#include <functional>
+
 #include "backward_desc.h"
 #include "backward_plan.h"
 
@@ -8,11 +10,13 @@ namespace memeff {
 
 Status run_forward(const ForwardCall& args, CUstream_st* stream);
 
-// delta, the row's kernels, then the sums of partial gradients. Does nothing where no gradient is wanted.
-Status run_backward(const BackwardCall& args, CUstream_st* stream);
+// Gives an fp32 tensor of one dimension with that many elements, aligned to 16 bytes, on the device of the others; it
+// lives until the launches are made. May throw.
+using Allocate = std::function<TensorDesc(int64_t elements)>;
 
-// fp32 elements that run_backward needs as workspace; args.workspace is not looked at.
-Status backward_workspace(const BackwardCall& args, int64_t* elements);
+// delta, the row's kernels, then the sums of partial gradients. Asks once for the workspace, when all else is known to
+// be right. Does nothing where no gradient is wanted.
+Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream);
 
 // For tests: the plan of a request alone. bias: sizes [B, H, M, N] of the bias whose gradient is wanted, all 0: none.
 Status plan_request(const Request& request, int32_t heads_per_kv, const int64_t (&bias)[4], const KernelRow** row,

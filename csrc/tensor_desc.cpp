@@ -84,7 +84,7 @@ Status make_dropout(const TensorDesc& seed, double p, Dropout* dropout) {
 
 }  // namespace
 
-Status make_forward(const ForwardCall& a, ForwardParams* p, Request* r) {
+Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
   const TensorDesc &query = a.query, &key = a.key, &value = a.value;
   if (query.rank < 3 || query.rank > kMaxRank)
     return invalid("query has rank " + to_string(query.rank) + ", not 3, 4 or 5");
@@ -143,8 +143,7 @@ Status make_forward(const ForwardCall& a, ForwardParams* p, Request* r) {
   p->causal = Causal(a.causal);
 
   // 16 elements: more than any row asks for.
-  r->alignment = lowest_bit(alignment_bits(query, q) | alignment_bits(key, k) | alignment_bits(value, v) |
-                            alignment_bits(a.out, o) | 16);
+  r->alignment = lowest_bit(alignment_bits(query, q) | alignment_bits(key, k) | alignment_bits(value, v) | 16);
   r->dtype = DType(query.dtype);
   r->math = a.tf32 ? Math::kTf32 : Math::kIeee;
   r->batch = q.b, r->queries = M, r->keys = N, r->heads = heads;
@@ -152,6 +151,13 @@ Status make_forward(const ForwardCall& a, ForwardParams* p, Request* r) {
   r->has_bias = a.bias.has_value();
   r->dropout = a.seed.has_value();
   r->variant = a.variant;
+  return {};
+}
+
+Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request) {
+  if (Status s = make_operands(args, params, request); !s.ok()) return s;
+  const Canonical out = canonical(args.out, params->heads / params->heads_per_group);
+  request->alignment = lowest_bit(uint64_t(request->alignment) | alignment_bits(args.out, out));
   return {};
 }
 

@@ -73,4 +73,7 @@ struct ForwardCall {
 //   seed: int64 [2], {seed, offset}.
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request);
 
+// The same, but the request's alignment is that of query, key and value alone.
+Status make_operands(const ForwardCall& args, ForwardParams* params, Request* request);
+
 }  // namespace memeff

@@ -1,5 +1,6 @@
 """The compiled module (csrc/binding.cpp). Call it from the op's device implementations only."""
 
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -80,7 +81,9 @@ def forward_scalars(
 ) -> tuple[int, str] | None: ...
 
 # Gradients left out are not computed; those given are contiguous, with shape and dtype of their
-# input. Without any of them nothing runs.
+# input. Without any of them nothing runs. Where nothing stands against the launch,
+# allocate(elements) is called once for the workspace: fp32, of one dimension with at least so many
+# elements, aligned to 16 bytes. What it raises is raised.
 def backward(
     grad_out: Tensor,
     query: Tensor,
@@ -94,7 +97,7 @@ def backward(
     grad_key: Tensor | None,
     grad_value: Tensor | None,
     grad_bias: Tensor | None,
-    workspace: Tensor | None,  # fp32 [n], aligned to 16 bytes, n >= backward_workspace(...)
+    allocate: Callable[[int], Tensor],
     scale: float,
     p: float,
     causal: int,
@@ -116,7 +119,7 @@ def backward_scalars(
     grad_key: Scalars | None,
     grad_value: Scalars | None,
     grad_bias: Scalars | None,
-    workspace: Scalars | None,
+    allocate: Callable[[int], Scalars],  # the caller keeps the tensor until the call returns
     scale: float,
     p: float,
     causal: int,
@@ -126,49 +129,6 @@ def backward_scalars(
     device: int,
     /,
 ) -> tuple[int, str] | None: ...
-
-# fp32 elements, 0 where no gradient is wanted; or (code, message) as the others.
-def backward_workspace(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor | None,
-    grad_query: Tensor | None,
-    grad_key: Tensor | None,
-    grad_value: Tensor | None,
-    grad_bias: Tensor | None,
-    scale: float,
-    p: float,
-    causal: int,
-    tf32: bool,
-    variant: str,
-    /,
-) -> int | tuple[int, str]: ...
-def backward_workspace_scalars(
-    grad_out: Scalars,
-    query: Scalars,
-    key: Scalars,
-    value: Scalars,
-    bias: Scalars | None,
-    out: Scalars,
-    lse: Scalars,
-    seed: Scalars | None,
-    grad_query: Scalars | None,
-    grad_key: Scalars | None,
-    grad_value: Scalars | None,
-    grad_bias: Scalars | None,
-    scale: float,
-    p: float,
-    causal: int,
-    tf32: bool,
-    variant: str,
-    device: int,
-    /,
-) -> int | tuple[int, str]: ...
 
 class BackwardPlan(TypedDict):
     row: str

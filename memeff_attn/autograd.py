@@ -12,9 +12,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import backward, ops
 
-# Arguments of apply: those of ops.forward, but need_lse (always) and with the backward's kernel:
-# query, key, value, attn_bias, scale, causal, tf32, variant, backward_variant, p, seed.
-_SETTINGS = 7  # of them need no gradient
+# Arguments of apply after attn_bias: none of them has a gradient.
+_SETTINGS = 7
 
 
 def _forward(
@@ -26,10 +25,11 @@ def _forward(
     causal: int,
     tf32: bool,
     variant: str,
+    backward_variant: str,
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """With the log-sum-exp, which the backward pass needs."""
+    """Of the arguments of apply; with the log-sum-exp, which the backward pass needs."""
     direct = ops.goes_direct(query, key, value, attn_bias)
     call: Any = ops.forward_cuda if direct else ops.forward
     result: tuple[Tensor, Tensor] = call(
@@ -38,7 +38,17 @@ def _forward(
     return result
 
 
-def _backward(ctx: Any, grad_out: Tensor) -> Any:
+def _keep(ctx: Any, arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
+    """What the backward pass needs of a call of apply."""
+    query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = arguments
+    ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed)
+    ctx.settings = scale, causal, tf32, backward_variant, p
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None) -> Any:
+    if grad_out is None:
+        return (None,) * (4 + _SETTINGS)
     query, key, value, attn_bias, out, lse, seed = ctx.saved_tensors
     scale, causal, tf32, variant, p = ctx.settings
     needs = [bool(need) for need in ctx.needs_input_grad[:4]]
@@ -89,29 +99,15 @@ class Forward(torch.autograd.Function):
 
     # Not the setup_context form: torch binds its arguments by signature, 20 us a call.
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        scale: float,
-        causal: int,
-        tf32: bool,
-        variant: str,
-        backward_variant: str,
-        p: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        tensors = query, key, value, attn_bias
-        out, lse = _forward(*tensors, scale, causal, tf32, variant, p, seed)
-        ctx.save_for_backward(*tensors, out, lse, seed)
-        ctx.settings = scale, causal, tf32, backward_variant, p
-        ctx.mark_non_differentiable(lse)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(*arguments)
+        _keep(ctx, arguments, out, lse)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # or torch fills a gradient of lse with zeros, to drop
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Any = None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, _: Any = None) -> Any:
         return _backward(ctx, grad_out)
 
 
@@ -121,31 +117,15 @@ class FunctionalForward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        scale: float,
-        causal: int,
-        tf32: bool,
-        variant: str,
-        backward_variant: str,
-        p: float,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        return _forward(query, key, value, attn_bias, scale, causal, tf32, variant, p, seed)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _forward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = inputs
-        out, lse = output
-        ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed)
-        ctx.settings = scale, causal, tf32, backward_variant, p
-        ctx.mark_non_differentiable(lse)
+        _keep(ctx, inputs, *output)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Any = None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, _: Any = None) -> Any:
         return _backward(ctx, grad_out)
 
 

@@ -1,13 +1,14 @@
 """The operator memeff_attn::backward as torch sees it: schema, CUDA and CPU implementations, fake.
 
 Gradients are new contiguous tensors of their input's shape and dtype, whatever the strides of the
-input; of shape [0] where not needed. Helpers and the library are those of ops.py.
+input; of shape [0] where not needed. Helpers and the library are those of ops.py. As there, the
+CUDA path allocates and launches; `_second_try` mends what the compiled code refuses.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,67 +27,63 @@ _SCHEMA = (
 ops.library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-_TENSORS = 12  # of backward_workspace; backward takes the workspace after them
-_FORCED = os.fsencode("MEMEFF_FORCE_BACKWARD_VARIANT")
+Wanted = list[Tensor | None]  # the same, None where not needed
+# grad_out, query, key, value, attn_bias, out, lse, seed
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
+_TENSORS = 12  # those and the gradients
+_FORCED = os.fsencode(ops.FORCE_BACKWARD)
+_launch = ops.on_first_launch(globals())
 
 
-def forced_variant() -> str:
-    """The kernel every GPU call's backward must run, from the environment; empty: none."""
-    return os.environ.get("MEMEFF_FORCE_BACKWARD_VARIANT", "")
-
-
-def _launch_first(*args: Any) -> ops.Failure | None:
-    """Replaces itself, on the first launch, by what this installation launches with."""
-    global _launch
-    _launch = launcher()
-    return _launch(*args)
-
-
-_launch: Callable[..., ops.Failure | None] = _launch_first
-
-
-def launcher() -> Callable[..., ops.Failure | None]:
-    """(tensors, settings, stream) -> failure: allocates the workspace and launches."""
-    module, reason = dispatch.native()
-    if module is None or not module.is_cuda_build:
-        missing = ops.UNSUPPORTED, reason or dispatch.cuda_missing()
-        return lambda *args: missing
-    workspace_size, backward = module.backward_workspace, module.backward
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        workspace_size = ops.by_scalars(module.backward_workspace_scalars, _TENSORS)
-        backward = ops.by_scalars(module.backward_scalars, _TENSORS + 1)
+def launcher() -> ops.Launch:
+    """(given, wanted, settings, stream) -> failure: launches, with a workspace it allocates."""
+    backward = ops.compiled("backward", _TENSORS)
+    describe: Any = None if ops.has_exchange() else ops.numbers
 
     def launch(
-        tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...], stream: int
+        given: Given, wanted: Wanted, settings: tuple[Any, ...], stream: int
     ) -> ops.Failure | None:
-        size = workspace_size(*tensors, *settings)
-        if type(size) is not int:
-            failure: ops.Failure = size
-            return failure
-        query = tensors[1]
-        assert query is not None
-        workspace = query.new_empty((size,), dtype=torch.float32) if size else None
-        result: ops.Failure | None = backward(*tensors, workspace, *settings, stream)
-        return result
+        query, workspace = given[1], None  # which lives until the launches are made
+
+        def allocate(elements: int) -> Any:
+            nonlocal workspace
+            workspace = query.new_empty((elements,), dtype=torch.float32)
+            return workspace if describe is None else describe(workspace)
+
+        return backward(*given, *wanted, allocate, *settings, stream)
 
     return launch
 
 
 def _allocate(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, needs: list[bool]
-) -> list[Tensor]:
-    """Contiguous, of the input's shape, or [0]; a bool bias has no gradient."""
-    bias = query if attn_bias is None else attn_bias
-    needed = *needs[:3], needs[3] and attn_bias is not None and attn_bias.dtype != torch.bool
-    return [
-        x.new_empty(x.shape if need else (0,))
-        for x, need in zip((query, key, value, bias), needed, strict=True)
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, needs: Sequence[bool]
+) -> Wanted:
+    """Contiguous, of the input's shape; a bool bias has no gradient."""
+    grads: Wanted = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+        for x, need in zip((query, key, value), needs, strict=False)
     ]
+    if needs[3] and attn_bias is not None and attn_bias.dtype != torch.bool:
+        grads.append(torch.empty_like(attn_bias, memory_format=torch.contiguous_format))
+    else:
+        grads.append(None)
+    return grads
+
+
+def _all_tensors(grads: Sequence[Tensor | None], inputs: ops.Operands) -> Gradients:
+    """What the operator returns."""
+    a, b, c, d = (
+        grad if grad is not None else (inputs[0] if x is None else x).new_empty((0,))
+        for grad, x in zip(grads, inputs, strict=True)
+    )
+    return a, b, c, d
 
 
 def aligned(x: Tensor) -> Tensor:
     """x; or, where its address or strides are not multiples of 16 bytes and a copy's would be, the
     copy: it is cheap beside the kernels for unaligned rows, which x would force on all tensors."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
     size = x.element_size()
     if x.shape[-1] * size % 16:
         return x
@@ -110,52 +107,61 @@ def backward_cuda(
     scale: float,
     causal: int,
     tf32: bool,
-    needs: list[bool],
+    needs: Sequence[bool],
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
-) -> Gradients:
+) -> Wanted:
     """The operator's work on plain CUDA tensors."""
-    grads = _allocate(query, key, value, attn_bias, needs)
-    if 0 in out.shape or key.shape[1] == 0:  # no score, or no column of the output
+    wanted = _allocate(query, key, value, attn_bias, needs)
+    if not variant and _FORCED in ops._environ:
+        variant = ops.forced_variant(ops.FORCE_BACKWARD)
+    given = aligned(grad_out), query, key, value, attn_bias, out, lse, seed
+    settings = scale, p, causal, tf32, variant
+    stream = ops.stream_of(query.get_device())
+    failure = _launch(given, wanted, settings, stream)
+    if failure is not None:
+        _second_try(failure, given, wanted, ops.Settings(*settings), stream)
+    return wanted
+
+
+def _second_try(
+    failure: ops.Failure, given: Given, wanted: Wanted, settings: ops.Settings, stream: int
+) -> None:
+    """Writes the gradients where no kernel or copies are all it takes; raises otherwise."""
+    grad_out, query, key, value, attn_bias, out, lse, seed = given
+    if failure[0] != ops.CUDA_ERROR:
         check_inputs(query, key, value, attn_bias)
         check_gradient(grad_out, out, lse, query, value)
-        for grad in grads:
-            grad.zero_()
-        return grads[0], grads[1], grads[2], grads[3]
-    if not variant and _FORCED in ops._environ:
-        variant = forced_variant()
-    given = [ops.launchable(x) for x in (grad_out, query, key, value)]
-    given[0] = aligned(given[0])
-    wanted = [grad if grad.numel() else None for grad in grads]  # K may be 0
-    tensors = (*given, attn_bias, ops.launchable(out), lse.contiguous(), seed, *wanted)
-    settings = scale, p, causal, tf32, variant
-    failure = _launch(tensors, settings, ops.stream_of(query.get_device()))
-    if failure is not None:
-        raise _error(failure, grad_out, query, key, value, attn_bias, out, lse, settings)
-    return grads[0], grads[1], grads[2], grads[3]
+        if 0 in out.shape or key.shape[1] == 0:  # no score, or no column of the output
+            for grad in wanted:
+                if grad is not None:
+                    grad.zero_()
+            return
+        operands = [aligned(ops.launchable(grad_out)), *map(ops.launchable, (query, key, value))]
+        mended = (*operands, attn_bias, ops.launchable(out), lse.contiguous(), seed)
+        if any(a is not b for a, b in zip(mended, given, strict=True)):
+            some = [grad if grad is not None and grad.numel() else None for grad in wanted]
+            again = _launch(mended, some, settings, stream)  # K may be 0
+            if again is None:
+                return
+            failure = again
+        if query.dtype not in dispatch.DTYPES:
+            failure = ops.UNSUPPORTED, ""
+    raise ops.error_of(failure, (query, key, value, attn_bias), settings, backward=True)
 
 
-def _error(
-    failure: ops.Failure,
+def _backward_cuda(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    settings: tuple[float, float, int, bool, str],
-) -> Exception:
-    if failure[0] != ops.CUDA_ERROR:
-        check_inputs(query, key, value, attn_bias)
-        check_gradient(grad_out, out, lse, query, value)
-        if query.dtype not in dispatch.DTYPES:
-            failure = ops.UNSUPPORTED, ""
-    scale, p, causal, _, variant = settings
-    return ops.error_of(
-        failure, query, key, value, attn_bias, scale, causal, variant, p, backward=True
-    )
+    *rest: Any,
+    **named: Any,
+) -> Gradients:
+    inputs = query, key, value, attn_bias
+    return _all_tensors(backward_cuda(grad_out, *inputs, *rest, **named), inputs)
 
 
 def _backward_cpu(
@@ -174,23 +180,16 @@ def _backward_cpu(
     p: float = 0.0,
     seed: Tensor | None = None,
 ) -> Gradients:
-    check_inputs(query, key, value, attn_bias)
+    inputs = query, key, value, attn_bias
+    check_inputs(*inputs)
     check_gradient(grad_out, out, lse, query, value)
     if query.dtype not in dispatch.DTYPES:
-        settings = scale, p, causal, tf32, variant
-        failure = ops.UNSUPPORTED, ""
-        raise _error(failure, grad_out, query, key, value, attn_bias, out, lse, settings)
+        settings = ops.Settings(scale, p, causal, tf32, variant)
+        raise ops.error_of((ops.UNSUPPORTED, ""), inputs, settings, backward=True)
     high = lse[0] if lse.dim() > len(lse_shape(query)) else lse
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        grads = cpu.backward(
-            grad_out, query, key, value, attn_bias, out, high, scale, causal, needs, p, seed
-        )
-    bias = query if attn_bias is None else attn_bias
-    a, b, c, d = (
-        x.new_empty((0,)) if grad is None else grad
-        for x, grad in zip((query, key, value, bias), grads, strict=True)
-    )
-    return a, b, c, d
+        grads = cpu.backward(grad_out, *inputs, out, high, scale, causal, needs, p, seed)
+    return _all_tensors(grads, inputs)
 
 
 def _backward_fake(
@@ -205,17 +204,16 @@ def _backward_fake(
     causal: int,
     tf32: bool,
     needs: list[bool],
-    variant: str,
-    p: float = 0.0,
-    seed: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Gradients:
-    check_inputs(query, key, value, attn_bias)
+    inputs = query, key, value, attn_bias
+    check_inputs(*inputs)
     check_gradient(grad_out, out, lse, query, value)
-    a, b, c, d = _allocate(query, key, value, attn_bias, needs)
-    return a, b, c, d
+    return _all_tensors(_allocate(*inputs, needs), inputs)
 
 
-ops.library.impl("backward", backward_cuda, "CUDA")
+ops.library.impl("backward", _backward_cuda, "CUDA")
 ops.library.impl("backward", _backward_cpu, "CPU")
 torch.library.register_fake("memeff_attn::backward", _backward_fake, lib=ops.library)
 backward = torch.ops.memeff_attn.backward.default

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import __version__, backward, dispatch, ops
+from . import __version__, dispatch, ops
 
 
 def lines() -> Iterator[str]:
@@ -69,10 +69,9 @@ def _variants(rows: list[dict[str, Any]]) -> Iterator[str]:
         tile = f"{row['tile_m']} x {row['tile_n']}"
         archs = " ".join(row["built_archs"]) or "not built"
         yield f"  {row['name']:{width}}  {', '.join(limits)}, tile {tile}; {archs}"
-    if forced := ops.forced_variant():
-        yield f"MEMEFF_FORCE_VARIANT is set: every GPU call runs {forced} or fails"
-    if forced := backward.forced_variant():
-        yield f"MEMEFF_FORCE_BACKWARD_VARIANT is set: every backward pass runs {forced} or fails"
+    for setting, what in ((ops.FORCE_FORWARD, "GPU call"), (ops.FORCE_BACKWARD, "backward pass")):
+        if forced := ops.forced_variant(setting):
+            yield f"{setting} is set: every {what} runs {forced} or fails"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,24 @@ library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 
 Failure = tuple[int, str]  # Code of csrc/status.h and its message
 INVALID, UNSUPPORTED, CUDA_ERROR = 1, 2, 3
+Launch = Callable[..., Failure | None]
+Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, attn_bias
+
+
+class Settings(NamedTuple):
+    """What a call says beside its tensors, in the order of the compiled module."""
+
+    scale: float
+    p: float
+    causal: int
+    tf32: bool
+    variant: str
+
 
 # os.environ.get costs 0.6 us a call, more than a tenth of the whole path; its own dictionary 0.05.
 _environ: dict[Any, Any] = getattr(os.environ, "_data", {})
-_FORCED = os.fsencode("MEMEFF_FORCE_VARIANT")
+FORCE_FORWARD, FORCE_BACKWARD = "MEMEFF_FORCE_VARIANT", "MEMEFF_FORCE_BACKWARD_VARIANT"
+_FORCED = os.fsencode(FORCE_FORWARD)
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _scalar_codes = {
     torch.float16: 0,
@@ -53,49 +67,56 @@ _scalar_codes = {
 }  # DType of csrc/params.h
 
 
-def forced_variant() -> str:
+def forced_variant(setting: str = FORCE_FORWARD) -> str:
     """The kernel every GPU call must run, from the environment; empty: none."""
-    return os.environ.get("MEMEFF_FORCE_VARIANT", "")
+    return os.environ.get(setting, "")
 
 
-def _launch_first(*args: Any) -> Failure | None:
-    """Replaces itself, on the first launch, by what this installation launches with."""
-    global _launch
-    _launch = launcher()
-    return _launch(*args)
+def on_first_launch(module: dict[str, Any]) -> Launch:
+    """A `_launch` for this module, which replaces itself by what the module's `launcher` finds."""
+
+    def launch(*args: Any) -> Failure | None:
+        module["_launch"] = found = module["launcher"]()
+        failure: Failure | None = found(*args)
+        return failure
+
+    return launch
 
 
-_launch: Callable[..., Failure | None] = _launch_first
+_launch = on_first_launch(globals())
 
 
-def launcher() -> Callable[..., Failure | None]:
-    """The compiled forward, by tensors or by their numbers (no DLPack exchange); or a refusal."""
+def launcher() -> Launch:
+    return compiled("forward", 7)
+
+
+def compiled(name: str, tensors: int) -> Launch:
+    """The compiled function, by tensors or by their numbers (no DLPack exchange); or a refusal."""
     module, reason = dispatch.native()
-    if module is None:
-        return lambda *args: (UNSUPPORTED, reason)
-    if not module.is_cuda_build:
-        return lambda *args: (UNSUPPORTED, dispatch.cuda_missing())
-    forward: Callable[..., Failure | None] = module.forward
-    return (
-        forward
-        if hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-        else _by_scalars(module.forward_scalars)
-    )
+    if module is None or not module.is_cuda_build:
+        missing = UNSUPPORTED, reason or dispatch.cuda_missing()
+        return lambda *args: missing
+    if has_exchange():
+        function: Launch = getattr(module, name)
+        return function
+    return by_scalars(getattr(module, name + "_scalars"), tensors)
 
 
-def _by_scalars(forward: Callable[..., Failure | None]) -> Callable[..., Failure | None]:
-    return by_scalars(forward, 7)
+def has_exchange() -> bool:
+    return hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
-def by_scalars(function: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+def numbers(x: Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
+    """What describes a tensor where it cannot be handed over itself."""
+    if x is None:
+        return None
+    return x.data_ptr(), _scalar_codes.get(x.dtype, -1), tuple(x.shape), x.stride()
+
+
+def by_scalars(function: Launch, tensors: int) -> Launch:
     """The function that takes the first arguments, `tensors` of them, by their numbers."""
 
-    def numbers(x: Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
-        if x is None:
-            return None
-        return x.data_ptr(), _scalar_codes.get(x.dtype, -1), tuple(x.shape), x.stride()
-
-    def launch(*args: Any) -> Any:
+    def launch(*args: Any) -> Failure | None:
         given = [x for x in args[:tensors] if x is not None]
         if any(x.device != given[0].device for x in given):
             return INVALID, "the tensors are on different devices"
@@ -109,23 +130,9 @@ def stream_of(index: int) -> int:
     return _current_stream(index) if _current_stream is not None else 0
 
 
-def _forward_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    scale: float,
-    causal: int,
-    tf32: bool,
-    need_lse: bool,
-    variant: str,
-    p: float = 0.0,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    out, lse = forward_cuda(
-        query, key, value, attn_bias, scale, causal, tf32, need_lse, variant, p, seed
-    )
-    return out, query.new_empty((0,), dtype=torch.float32) if lse is None else lse
+def _forward_cuda(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    out, lse = forward_cuda(*arguments, **named)
+    return out, out.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
 def forward_cuda(
@@ -156,8 +163,8 @@ def forward_cuda(
         query, key, value, attn_bias, out, lse, seed, scale, p, causal, tf32, variant, stream
     )
     if failure is not None:
-        settings = scale, p, causal, tf32, variant, stream
-        _second_try(failure, query, key, value, attn_bias, out, lse, seed, settings)
+        settings = Settings(scale, p, causal, tf32, variant)
+        _second_try(failure, (query, key, value, attn_bias), out, lse, seed, settings, stream)
     return out, lse
 
 
@@ -191,22 +198,19 @@ def goes_direct(query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | N
 
 def _second_try(
     failure: Failure,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
+    inputs: Operands,
     out: Tensor,
     lse: Tensor | None,
     seed: Tensor | None,
-    settings: tuple[float, float, int, bool, str, int],
+    settings: Settings,
+    stream: int,
 ) -> None:
     """Writes the result where no kernel or one copy is all it takes; raises otherwise."""
-    scale, p, causal, _, variant, _ = settings
-    call = query, key, value, attn_bias, scale, causal, variant, p
     if failure[0] != CUDA_ERROR:
-        check_inputs(query, key, value, attn_bias)
+        query, key, value, attn_bias = inputs
+        check_inputs(*inputs)
         if query.dtype not in dispatch.DTYPES:
-            raise error_of((UNSUPPORTED, ""), *call)
+            raise error_of((UNSUPPORTED, ""), inputs, settings)
         if 0 in query.shape[:-1] or key.shape[1] == 0:  # B, M, H or N is 0
             out.zero_()
             if lse is not None:
@@ -218,11 +222,11 @@ def _second_try(
         if target is not out or any(
             a is not b for a, b in zip(mended, (query, key, value), strict=True)
         ):
-            again = _launch(*mended, attn_bias, target, lse, seed, *settings)
+            again = _launch(*mended, attn_bias, target, lse, seed, *settings, stream)
             if again is None:
                 return
             failure = again
-    raise error_of(failure, *call)
+    raise error_of(failure, inputs, settings)
 
 
 def launchable(x: Tensor) -> Tensor:
@@ -233,25 +237,17 @@ def launchable(x: Tensor) -> Tensor:
 
 
 def error_of(
-    failure: Failure,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    scale: float,
-    causal: int,
-    variant: str,
-    p: float,
-    backward: bool = False,
+    failure: Failure, operands: Operands, settings: Settings, backward: bool = False
 ) -> Exception:
     """The exception that a refusal of the compiled code becomes."""
     code, message = failure
-    mask: Tensor | AttentionBias | None = attn_bias
+    scale, p, causal, _, variant = settings
+    mask: Tensor | AttentionBias | None = operands[3]
     if causal == CAUSAL_TOP_LEFT:
         mask = LowerTriangularMask()
     elif causal == CAUSAL_BOTTOM_RIGHT:
         mask = LowerTriangularFromBottomRightMask()
-    inputs = Inputs(query, key, value, mask, p, scale)
+    inputs = Inputs(*operands[:3], mask, p, scale)
     if code == CUDA_ERROR:
         return RuntimeError(
             f"The {'backward ' if backward else ''}kernel of memory_efficient_attention failed: "
@@ -261,7 +257,7 @@ def error_of(
         )
     if code == UNSUPPORTED:
         return NotImplementedError(dispatch.no_operator_text(inputs, message, backward))
-    setting = "MEMEFF_FORCE_BACKWARD_VARIANT" if backward else "MEMEFF_FORCE_VARIANT"
+    setting = FORCE_BACKWARD if backward else FORCE_FORWARD
     forced = f" (variant {variant!r}, from op= or {setting})" if variant else ""
     return ValueError(f"{message}{forced}\n{inputs}")
 
@@ -279,11 +275,12 @@ def _forward_cpu(
     p: float = 0.0,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(query, key, value, attn_bias)
+    inputs = query, key, value, attn_bias
+    check_inputs(*inputs)
     if query.dtype not in dispatch.DTYPES:
-        raise error_of((UNSUPPORTED, ""), query, key, value, attn_bias, scale, causal, variant, p)
+        raise error_of((UNSUPPORTED, ""), inputs, Settings(scale, p, causal, tf32, variant))
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        out, lse = cpu.forward(query, key, value, attn_bias, scale, causal, p, seed)
+        out, lse = cpu.forward(*inputs, scale, causal, p, seed)
     if not need_lse:
         return out, query.new_empty((0,), dtype=torch.float32)
     both = lse.new_zeros(two_part_lse_shape(query))  # no low part: cpu.backward needs none
@@ -300,9 +297,8 @@ def _forward_fake(
     causal: int,
     tf32: bool,
     need_lse: bool,
-    variant: str,
-    p: float = 0.0,
-    seed: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor]:
     check_inputs(query, key, value, attn_bias)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))

@@ -105,11 +105,11 @@ def backward(
     wanted += [bias] if bias is not None and bias.dtype != torch.bool else []
     grads = [unwritten(x.dtype, *x.shape) for x in wanted]
     given = (random(out.dtype, *out.shape), *inputs, *grads, *[None] * (4 - len(grads)))
-    size = binding.backward_workspace(*given, *numbers, row["name"])
-    if not isinstance(size, int):
-        return size, grads
-    workspace = unwritten(torch.float32, size)
-    return binding.backward(*given, workspace, *numbers, row["name"], stream), grads
+
+    def allocate(elements: int) -> torch.Tensor:
+        return unwritten(torch.float32, elements)
+
+    return binding.backward(*given, allocate, *numbers, row["name"], stream), grads
 
 
 def main() -> int:

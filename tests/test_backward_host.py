@@ -28,24 +28,30 @@ class Module:
     is_cuda_build = True
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.sizes: list[tuple[Any, ...]] = []
-        self.answer: Any = 100
+        self.calls: list[dict[str, Any]] = []  # that were launched
+        self.refused = 0
+        self.workspace = 100
+        self.failure: ops.Failure | None = None
 
-    def backward_workspace(self, *arguments: Any) -> Any:
-        assert len(arguments) == 17
-        self.sizes.append(arguments)
-        return self.answer
+    def refusal(self, call: dict[str, Any]) -> ops.Failure | None:
+        for name in ("query", "key", "value", "out", "grad_out"):
+            x = call[name]
+            if x.numel() == 0:
+                return ops.INVALID, f"{name} is empty"
+            if x.shape[-1] != 1 and x.stride(-1) != 1:
+                return ops.INVALID, f"{name} has last stride {x.stride(-1)}, expected 1"
+        return self.failure
 
-    def backward(self, *arguments: Any) -> None:
-        assert len(arguments) == 19 and arguments[:12] == self.sizes[-1][:12]
-        assert arguments[13:18] == self.sizes[-1][12:]
+    def backward(self, *arguments: Any) -> ops.Failure | None:
+        assert len(arguments) == 19
         call = dict(zip(NAMES, arguments, strict=False))
-        workspace, scale, p, causal, _tf32, variant, stream = arguments[12:]
+        allocate, scale, p, causal, _tf32, variant, stream = arguments[12:]
+        if failure := self.refusal(call):
+            self.refused += 1
+            return failure
+        workspace = allocate(self.workspace) if self.workspace else None
         call |= {"workspace": workspace, "variant": variant, "p": p, "stream": stream}
         self.calls.append(call)
-        for name in NAMES[:4]:
-            assert call[name].shape[-1] == 1 or call[name].stride(-1) == 1
         query, lse = call["query"], call["lse"]
         assert lse.shape == two_part_lse_shape(query) and lse.is_contiguous()
         needs = [call[name] is not None for name in NAMES[8:]]
@@ -55,6 +61,7 @@ class Module:
             if grad is not None:
                 assert call[name].is_contiguous() and call[name].shape == grad.shape
                 call[name].copy_(grad)
+        return None
 
 
 @pytest.fixture
@@ -66,7 +73,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
     monkeypatch.setattr(ops, "_current_stream", None)
     library = torch.library.Library("memeff_backward_test", "DEF")
     library.define(backward._SCHEMA)
-    library.impl("backward", backward.backward_cuda, "CPU")
+    library.impl("backward", backward._backward_cuda, "CPU")
     monkeypatch.setattr(backward, "backward", torch.ops.memeff_backward_test.backward.default)
     yield pretended
     library._destroy()
@@ -92,6 +99,7 @@ def test_what_is_launched(module: Module) -> None:
     assert call["grad_out"].data_ptr() == grad.data_ptr() and call["p"] == 0.25
     assert call["seed"].shape == (2,) and call["seed"].dtype == torch.int64
     assert call["workspace"].shape == (100,) and call["workspace"].dtype == torch.float32
+    assert module.refused == 0
     expected = memeff_attn.reference.attention_backward(
         grad, *inputs, bias, p=0.25, seed=call["seed"]
     )
@@ -102,7 +110,7 @@ def test_what_is_launched(module: Module) -> None:
 
 def test_no_work_for_what_needs_none(module: Module) -> None:
     """Any subset of the inputs (B48l), and no workspace where none is asked for."""
-    module.answer = 0
+    module.workspace = 0
     inputs = [x.detach() for x in qkv()]
     for i in range(3):
         tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
@@ -180,7 +188,7 @@ def test_empty(module: Module, empty: str) -> None:
     grads = torch.autograd.grad(out.sum(), (*inputs, bias))
     for grad, x in zip(grads, (*inputs, bias), strict=True):
         assert grad.shape == x.shape
-    assert len(module.calls) == (empty == "K")
+    assert len(module.calls) == (empty == "K") and module.refused == 1
     if empty == "K":
         assert module.calls[0]["grad_query"] is None and bool(grads[2].any())
     else:
@@ -206,7 +214,7 @@ def test_failures_become_exceptions(module: Module, monkeypatch: pytest.MonkeyPa
         ((ops.UNSUPPORTED, "no code for sm_90"), NotImplementedError, r"(?s)_backward`.*no code"),
         ((ops.INVALID, "no kernel variant is named"), ValueError, "no kernel variant"),
     ):
-        module.answer = answer
+        module.failure = answer
         with pytest.raises(error, match=text):
             attention(*inputs).sum().backward()
     assert not module.calls
@@ -214,8 +222,46 @@ def test_failures_become_exceptions(module: Module, monkeypatch: pytest.MonkeyPa
 
 def test_without_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "native", lambda: (None, "memeff_attn was not compiled here"))
-    tensors = (torch.ones(1),) * 12
-    assert backward.launcher()(tensors, (), 0) == (
-        ops.UNSUPPORTED,
-        "memeff_attn was not compiled here",
-    )
+    given, wanted = (torch.ones(1),) * 8, (torch.ones(1),) * 4
+    missing = ops.UNSUPPORTED, "memeff_attn was not compiled here"
+    assert backward.launcher()(given, wanted, (), 0) == missing
+
+
+def test_scalars_where_torch_has_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace too is described, and lives as long as the call."""
+
+    class Described:
+        is_cuda_build = True
+
+        def backward_scalars(self, *arguments: Any) -> ops.Failure | None:
+            assert len(arguments) == 20 and arguments[-1] == -1
+            assert arguments[4] is None and arguments[1] == ops.numbers(inputs[0])
+            seen.append(arguments[12](40))
+            return None
+
+    inputs, seen = [x.detach() for x in qkv()], []
+    monkeypatch.setattr(dispatch, "native", lambda: (Described(), ""))
+    monkeypatch.setattr(ops, "has_exchange", lambda: False)
+    given = (inputs[2], *inputs, None, inputs[0], torch.zeros(2, 2, 4, 5), None)
+    settings = ops.Settings(1.0, 0.0, 0, False, "")
+    assert backward.launcher()(given, [*inputs, None], settings, 7) is None
+    ((address, dtype, shape, strides),) = seen
+    assert address % 16 == 0 and (dtype, shape, strides) == (2, (40,), (1,))
+
+
+def test_an_output_without_a_gradient(module: Module) -> None:
+    """A later function may hand back no gradient at all: nothing is launched."""
+
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    inputs = qkv()
+    loss = Drops.apply(attention(*inputs)) + inputs[0].sum()
+    loss.backward()
+    assert not module.calls and bool((inputs[0].grad == 1).all()) and inputs[1].grad is None

@@ -54,17 +54,17 @@ def scalars(t: torch.Tensor | None) -> Any:
     return t.data_ptr(), CODES.get(t.dtype, -1), tuple(t.shape), t.stride()
 
 
-def workspace(given: dict[str, Any]) -> Any:
-    """What backward_workspace answers, which backward and the calls by scalars answer too."""
+def unasked(elements: int) -> Any:
+    raise AssertionError("a workspace was asked for, of a call that cannot be launched")
+
+
+def answer(given: dict[str, Any]) -> Any:
+    """What backward answers, by tensors and by scalars."""
     tensors = [given.get(name) for name in TENSORS]
-    rest = (1.0, given.get("p", 0.0), 0, False, given.get("variant", ""))
-    answer = _C.backward_workspace(*tensors, *rest)
-    described = [scalars(t) for t in tensors]
-    assert _C.backward_workspace_scalars(*described, *rest, -1) == answer
-    launched = None if answer == 0 else answer
-    assert _C.backward(*tensors, None, *rest, 0) == launched
-    assert _C.backward_scalars(*described, None, *rest, 0, -1) == launched
-    return answer
+    rest = (1.0, given.get("p", 0.0), 0, False, given.get("variant", ""), 0)
+    said = _C.backward(*tensors, unasked, *rest)
+    assert _C.backward_scalars(*map(scalars, tensors), unasked, *rest, -1) == said
+    return said
 
 
 GROUPED = {"query": (2, 5, 4, 8), "key": (2, 7, 2, 8)}
@@ -86,7 +86,7 @@ GROUPS = {"query": (2, 5, 3, 2, 8), "key": (2, 7, 3, 2, 8)}
     ],
 )
 def test_valid_calls_pass_every_check_but_that_of_the_device(given: dict[str, Any]) -> None:
-    code, message = workspace(given)
+    code, message = answer(given)
     if _C.is_cuda_build:
         assert (code, message) == (INVALID, "a tensor is not on a CUDA device")
     else:
@@ -97,7 +97,7 @@ def test_valid_calls_pass_every_check_but_that_of_the_device(given: dict[str, An
 @pytest.mark.skipif(_C.is_cuda_build, reason="a CUDA build refuses CPU tensors first")
 def test_no_gradient_needs_nothing_and_runs_nothing() -> None:
     names = ("grad_query", "grad_key", "grad_value")
-    assert workspace(arguments(**dict.fromkeys(names))) == 0
+    assert answer(arguments(**dict.fromkeys(names))) is None
 
 
 BOOL = torch.zeros(2, 5, 7, dtype=torch.bool)
@@ -132,8 +132,59 @@ BOOL = torch.zeros(2, 5, 7, dtype=torch.bool)
     ],
 )
 def test_invalid_calls_are_named(changes: dict[str, Any], message: str) -> None:
-    code, text = workspace(arguments(**changes))
+    code, text = answer(arguments(**changes))
     assert code == INVALID and message in text
+
+
+@exchange
+@pytest.mark.gpu
+def test_the_workspace_is_checked() -> None:
+    """Asked for once, on the tensors' device; what allocate raises is raised."""
+    given = arguments()
+    tensors = [t if t is None else t.cuda() for t in map(given.get, TENSORS)]
+    rest = (1.0, 0.0, 0, False, "", torch.cuda.current_stream().cuda_stream)
+    asked: list[int] = []
+
+    def refusal(make: Any) -> str:
+        def allocate(elements: int) -> Any:
+            asked.append(elements)
+            return make(elements)
+
+        code, text = _C.backward(*tensors, allocate, *rest)
+        assert code == INVALID
+        return str(text)
+
+    assert "workspace is missing" in refusal(lambda n: None)
+    assert "not float32" in refusal(lambda n: torch.empty(n, device="cuda").half())
+    assert "at least" in refusal(lambda n: torch.empty(n - 1, device="cuda"))
+    assert "contiguous" in refusal(lambda n: torch.empty(2 * n, device="cuda")[::2])
+    assert "16 bytes" in refusal(lambda n: torch.empty(n + 1, device="cuda")[1:])
+    assert "CUDA device" in refusal(torch.empty)
+    assert len(asked) == 6 and set(asked) == {12}  # B * H * M = 10, in 16 bytes
+    with pytest.raises(AssertionError, match="cannot be launched"):
+        _C.backward(*tensors, unasked, *rest)
+
+
+@pytest.mark.gpu
+def test_the_alignment_of_out_does_not_choose_the_row() -> None:
+    """No row reads out, and the delta kernel takes any address: rows for aligned tensors launch."""
+    query, key, value, grad_out = torch.randn(4, 2, 70, 3, 64, device="cuda").half()
+    padded = torch.zeros(query.numel() + 1, device="cuda", dtype=torch.float16)
+    unaligned = padded[1:].view_as(query)
+    settings = 0.125, 0, False
+    out, lse = torch.ops.memeff_attn.forward(query, key, value, None, *settings, True, "")
+    unaligned.copy_(out)
+    chip = {x: n for x, n in _C.device_info(torch.cuda.current_device()).items() if x != "name"}
+    request = {"dtype": "f16", "M": 70, "N": 70, "K": 64, "Kv": 64, "alignment": 8, "pass": "bwd"}
+    row = _C.select({**chip, **request})
+    assert next(r["alignment"] for r in ROWS if r["name"] == row) == 8
+
+    def gradients(out: torch.Tensor) -> Any:
+        operator = torch.ops.memeff_attn.backward
+        rest = (lse, *settings, [True, True, True, False], row)
+        return operator(grad_out, query, key, value, None, out, *rest)[:3]
+
+    torch.testing.assert_close(gradients(unaligned), gradients(out), atol=1e-3, rtol=1e-2)
 
 
 # ---- splits and workspace: a pure function ----

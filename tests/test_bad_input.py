@@ -401,7 +401,7 @@ def test_host_only_build(launches: Launches, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_scalars_where_torch_has_no_exchange() -> None:
     seen: list[Any] = []
-    launch = ops._by_scalars(lambda *arguments: seen.append(arguments))
+    launch = ops.by_scalars(lambda *arguments: seen.append(arguments), 7)
     q, k, v = (x.half() for x in qkv())
     out = torch.empty_like(q)
     rest = (None, 0.5, 0.0, 1, True, "name", 3)

@@ -352,7 +352,7 @@ def test_gpu_implementation_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     for name, qkv in layouts("cpu"):
         out, lse = ops._forward_fake(*qkv, None, 0.25, 0, False, True, "")
         given = (out, *qkv, None, out, lse, 0.25, 0, False, [True, True, False, False], "")
-        real, fake = backward.backward_cuda(*given), backward._backward_fake(*given)
+        real, fake = backward._backward_cuda(*given), backward._backward_fake(*given)
         assert list(map(facts, real)) == list(map(facts, fake)), name
         for need_lse in (False, True):
             arguments = (None, 0.25, 0, False, need_lse, "")
