@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PATIENCE_S = 5.0  # for ninja to hand SIGTERM on and to remove what is half written
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,7 +37,7 @@ def run(
         finally:
             # Negative: killed, so that its children may still run.
             if process.returncode is None or process.returncode < 0:
-                _end_session(process, patience_s)
+                end_session(process, patience_s)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
     if received:
@@ -62,7 +63,7 @@ def _recorded(received: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_session(leader: subprocess.Popen[bytes], patience_s: float) -> None:
+def end_session(leader: subprocess.Popen[Any], patience_s: float) -> None:
     """SIGTERM to the leader's group, SIGKILL to what is left of the session after `patience_s`."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,6 +99,29 @@ def test_a_killed_ninja_takes_its_compilers_along(tmp_path: Path) -> None:
     script = f"{compiler(tmp_path)} -o {tmp_path / 'late.o'} & wait $(sleep 0.5; kill -9 $$)"
     assert child_session.run(["bash", "-c", script], patience_s=0.3) == -signal.SIGKILL
     assert not any(map(is_alive, started(tmp_path, 2)))
+    assert not (tmp_path / "late.o").exists()
+
+
+def test_make_and_pip_in_between(tmp_path: Path) -> None:
+    """pip_install.py is told alone, as by make: the pip and the build that it runs end too. Its
+    interpreter is a script that builds, so that no pip can run here."""
+    command = [str(compiler(tmp_path)), "-o", str(tmp_path / "late.o")]
+    build = shlex.join([sys.executable, "-c", CALL.format(tools=str(TOOLS), command=command)])
+    pip = tmp_path / "python"
+    pip.write_text(f"#!/bin/bash\n{build}\nexit 0\n")  # a process in between, as pip is
+    pip.chmod(0o755)
+    main = f"""
+import sys
+sys.path.insert(0, {str(TOOLS)!r})
+import pip_install
+sys.executable, sys.argv = {str(pip)!r}, ["pip_install.py"]
+sys.exit(pip_install.main())
+"""
+    with subprocess.Popen([sys.executable, "-c", main]) as process:
+        pids = started(tmp_path, 2)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not any(map(is_alive, pids))
     assert not (tmp_path / "late.o").exists()
 
 
