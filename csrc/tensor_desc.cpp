@@ -82,9 +82,9 @@ Status make_dropout(const TensorDesc& seed, double p, Dropout* dropout) {
   return {};
 }
 
-}  // namespace
-
-Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
+// Ranks, dtypes and shapes of query, key, value and out; groups: into how many the heads fall in a 4-D call, 1 where
+// key has all heads, else key's heads.
+Status check_operands(const ForwardCall& a, int64_t* groups) {
   const TensorDesc &query = a.query, &key = a.key, &value = a.value;
   if (query.rank < 3 || query.rank > kMaxRank)
     return invalid("query has rank " + to_string(query.rank) + ", not 3, 4 or 5");
@@ -98,26 +98,32 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
     if (Status s = check_operand(*operand.tensor, operand.name, query); !s.ok()) return s;
 
   const int rank = query.rank, last = rank - 1;
-  const int64_t M = query.shape[1], N = key.shape[1], K = query.shape[last], Kv = value.shape[last];
   int64_t expected[kMaxRank];
   for (int i = 0; i < rank; ++i) expected[i] = query.shape[i];
-  expected[last] = Kv;
+  expected[last] = value.shape[last];
   if (Status s = check_shape(a.out, "out", expected, rank); !s.ok()) return s;
-  expected[1] = N, expected[last] = K;
+  expected[1] = key.shape[1], expected[last] = query.shape[last];
   if (rank == 4) expected[2] = key.shape[2];
   if (Status s = check_shape(key, "key", expected, rank); !s.ok()) return s;
-  expected[last] = Kv;
+  expected[last] = value.shape[last];
   if (Status s = check_shape(value, "value", expected, rank); !s.ok()) return s;
 
-  int64_t groups = 1;  // 4-D: 1 where key has all heads, else key's heads
-  if (rank == 4 && key.shape[2] != query.shape[2]) {
-    groups = key.shape[2];
-    if (query.shape[2] % groups != 0)
-      return invalid("key has " + to_string(groups) + " heads, which do not divide query's " +
-                     to_string(query.shape[2]));
-  }
+  *groups = rank == 4 && key.shape[2] != query.shape[2] ? key.shape[2] : 1;
+  if (rank == 4 && query.shape[2] % *groups != 0)
+    return invalid("key has " + to_string(*groups) + " heads, which do not divide query's " +
+                   to_string(query.shape[2]));
+  return {};
+}
+
+}  // namespace
+
+Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
+  int64_t groups = 1;
+  if (Status s = check_operands(a, &groups); !s.ok()) return s;
+  const TensorDesc &query = a.query, &key = a.key, &value = a.value;
   const Canonical q = canonical(query, groups), o = canonical(a.out, groups);
   const Canonical k = canonical(key, groups), v = canonical(value, groups);
+  const int64_t M = q.length, N = k.length, K = q.depth, Kv = v.depth;
   const int64_t heads = q.groups * q.heads;
   if (!fits_int32(M) || !fits_int32(N) || !fits_int32(heads) || !fits_int32(K) || !fits_int32(Kv))
     return invalid("M, N, H, K and Kv must each be below 2^31");
@@ -132,7 +138,7 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
     p->bias = bias_view(a.bias, q);
   }
   if (a.lse.has_value())
-    if (Status s = read_lse(a.lse, q, rank, &p->lse); !s.ok()) return s;
+    if (Status s = read_lse(a.lse, q, query.rank, &p->lse); !s.ok()) return s;
   if (a.causal < 0 || a.causal > 2) return invalid("causal is " + to_string(a.causal) + ", not 0, 1 or 2");
   if (Status s = make_dropout(a.seed, a.p, &p->dropout); !s.ok()) return s;
   p->batch = q.b;
