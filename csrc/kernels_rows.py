@@ -62,6 +62,7 @@ class Shape:
     bias: tuple[bool, ...] = (False, True)
     spills: tuple[bool, ...] = ()  # values of bias for which a few registers spill
     full: bool = False  # the row with a bias serves dropout too, and only that
+    bias_smem: int = 0  # of the row with a bias; 0: smem
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def variants(
                 tile_n=shape.tile[1],
                 value_tile=shape.tile[2],
                 threads=32 * warps,
-                smem_bytes=shape.smem,
+                smem_bytes=(bias and shape.bias_smem) or shape.smem,
                 min_sm=sms[0],
                 max_sm=sms[1],
                 traits=f"chained::ForwardTraits<{', '.join(arguments)}>",
@@ -211,15 +212,17 @@ def gradients(
 SM80_16 = [
     Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=4, bias=NO_BIAS,
           **FEW_QUERIES),
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21024, 32, blocks=3, bias=BIAS,
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 30240, 32, blocks=3, bias=BIAS,
           **FEW_QUERIES),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=3, bias=NO_BIAS),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33824, 32, blocks=2, bias=BIAS),
-    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33312, 64, blocks=3, **FEW_QUERIES),
-    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2, spills=BIAS),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 52256, 32, blocks=2, bias=BIAS),
+    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33312, 64, blocks=3,
+          bias_smem=42528, **FEW_QUERIES),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2, bias_smem=68640,
+          spills=BIAS),
     Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2,
           bias=NO_BIAS, max_m=64, max_blocks_per_sm=2),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2,
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 67104, 128, blocks=2,
           bias=BIAS),
     Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 82976, 128, blocks=2, bias=NO_BIAS,
           spills=NO_BIAS),
@@ -229,8 +232,9 @@ SM80_16 = [
     Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189216, 384, bias=NO_BIAS),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
     Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222496, spills=BOTH),
-    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124192),
-    Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, spills=BOTH),
+    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124192, bias_smem=133408),
+    Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, bias_smem=100128,
+          spills=BOTH),
 ]  # fmt: skip
 SM80_16_UNALIGNED = [
     Shape(
@@ -298,15 +302,15 @@ SIMT = [
 # Dropout, with or without a bias.
 SM80_16_FULL = [
     Shape(
-        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 50208, 64, blocks=2, bias=BIAS,
+        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 68640, 64, blocks=2, bias=BIAS,
         full=True, spills=BIAS,
     ),
     Shape(
-        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 57888, 128, blocks=2, bias=BIAS,
+        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 67104, 128, blocks=2, bias=BIAS,
         full=True,
     ),
     Shape(
-        "any", (64, 64, 256), (32, 32, 128), "streamed:3", 90912, bias=BIAS, full=True, spills=BIAS
+        "any", (64, 64, 256), (32, 32, 128), "streamed:3", 100128, bias=BIAS, full=True, spills=BIAS
     ),
 ]  # fmt: skip
 SM80_16_FULL_UNALIGNED = [
@@ -344,15 +348,15 @@ SIMT_FULL = [
 # Backward. Resident rows: one copy of each tile serves the scores and the output products.
 GRADIENTS_SM80_16 = [
     Gradient(
-        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (33792, 34048), 32, blocks=(4, 3),
+        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (33792, 43264), 32, blocks=(4, 3),
         full_blocks=(3, 2), spills=True,
     ),
     Gradient(
-        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (50176, 50432), 64, blocks=(3, 3),
+        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (50176, 59648), 64, blocks=(3, 3),
         full_blocks=(2, 2), kinds=("plain", "dropout", "full"), spills=True,
     ),
     Gradient(
-        "k128", (64, 64, 128), (32, 32, 64), "resident:128", (82944, 83200), 128, blocks=(2, 2),
+        "k128", (64, 64, 128), (32, 32, 64), "resident:128", (82944, 92416), 128, blocks=(2, 2),
         kinds=("plain", "dropout", "full"), spills=True,
     ),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
@@ -370,7 +374,9 @@ GRADIENTS_SM80_16 = [
         "v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN,
         spills=True,
     ),
-    Gradient("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 91392), spills=True),
+    Gradient(
+        "v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", (91136, 100608), spills=True
+    ),
 ]  # fmt: skip
 GRADIENTS_SM80_16_UNALIGNED = [
     Gradient(

@@ -13,6 +13,8 @@ namespace memeff {
 
 enum class DType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2, kBool = 3 };
 
+constexpr int bytes_of(DType dtype) { return dtype == DType::kBool ? 1 : dtype == DType::kF32 ? 4 : 2; }
+
 // What fp32 products may do. 16-bit inputs ignore it.
 enum class Math : int32_t { kIeee = 0, kTf32 = 1 };
 

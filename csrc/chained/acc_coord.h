@@ -1,14 +1,11 @@
-// Where a thread's accumulators lie in its warp's tile, for the three
-// accumulator layouts of CUTLASS 2.x.
+// Where a thread's accumulators lie in its warp's tile, for the three accumulator layouts of CUTLASS 2.x.
 //
 // Every layout is a product of row slots and column slots:
-//   element index(i, j)  is at  row(lane, i), column(lane, j),   i < kRows, j <
-//   kColumns
-// Column slots 2j and 2j + 1 are adjacent columns, the first even.
-// rows_shared(mask): lanes l and l ^ mask hold the same rows. Equal kRows and
-// kRowMap: two accumulators give every lane the same rows. kQuadCells: row
-// slots 2i, 2i + 1 are 8 rows apart and column slots 4j .. 4j + 3 are columns
-// c, c + 1, c + 8, c + 9 of a block of 16 (common/dropout.h).
+//   element index(i, j)  is at  row(lane, i), column(lane, j),   i < kRows, j < kColumns
+// Column slots 2j and 2j + 1 are adjacent columns, the first even. rows_shared(mask): lanes l and l ^ mask hold the
+// same rows. Equal kRows and kRowMap: two accumulators give every lane the same rows. kQuadCells: row slots 2i, 2i + 1
+// are 8 rows apart and column slots 4j .. 4j + 3 are columns c, c + 1, c + 8, c + 9 of a block of 16
+// (common/dropout.h).
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -22,8 +19,7 @@ namespace chained {
 template <typename AccumulatorIterator>
 struct AccCoord;
 
-// Turing and later: m16n8 instructions. A lane holds rows lane/4 and lane/4 +
-// 8, columns 2 * (lane % 4) and the next.
+// Turing and later: m16n8 instructions. A lane holds rows lane/4 and lane/4 + 8, columns 2 * (lane % 4) and the next.
 template <typename Shape, typename Element, typename Instruction, typename Delta>
 struct AccCoord<cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor,
                                                                         Instruction, Delta>> {
@@ -31,8 +27,7 @@ struct AccCoord<cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, E
   static constexpr int kTilesN = Shape::kColumn / 8;
   static constexpr int kRows = 2 * kTilesM;
   static constexpr int kColumns = 2 * kTilesN;
-  // Rows 8 apart keep their place in every operand layout of this architecture
-  // (the swizzles repeat after 8 rows).
+  // Rows 8 apart keep their place in every operand layout of this architecture (the swizzles repeat after 8 rows).
   static constexpr bool kRowsRepeat = true;
   static constexpr bool kQuadCells = true;
   static constexpr int kRowMap = 0;
@@ -45,8 +40,7 @@ struct AccCoord<cutlass::gemm::warp::MmaTensorOpAccumulatorTileIterator<Shape, E
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) { return mask == 1 || mask == 2; }
 };
 
-// Volta: quads of lanes compute interleaved 8x8 blocks; a warp tile is a grid
-// of 32x32 super tiles.
+// Volta: quads of lanes compute interleaved 8x8 blocks; a warp tile is a grid of 32x32 super tiles.
 template <typename Shape, typename Element, typename Instruction, typename Delta>
 struct AccCoord<cutlass::gemm::warp::MmaVoltaTensorOpAccumulatorTileIterator<Shape, Element, cutlass::layout::RowMajor,
                                                                              Instruction, Delta>> {
@@ -75,8 +69,7 @@ struct AccCoord<cutlass::gemm::warp::MmaVoltaTensorOpAccumulatorTileIterator<Sha
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) { return mask == 2 || mask == 8; }
 };
 
-// SIMT: lanes form a rectangle given by the policy; each owns LaneMmaShape
-// blocks, repeated over the warp tile.
+// SIMT: lanes form a rectangle given by the policy; each owns LaneMmaShape blocks, repeated over the warp tile.
 template <typename Shape, typename Element, typename Policy, int kPartitionsK, int kGroup>
 struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::Operand::kC, Element,
                                                          cutlass::layout::RowMajor, Policy, kPartitionsK, kGroup>> {
@@ -103,8 +96,8 @@ struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::O
   CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) {
     return j % kBlockN + kBlockN * (j / kBlockN + Iterations::kColumn * i);
   }
-  // Row-major-interleaved lanes: the low log2(interleave) bits and the bits
-  // above the lane rectangle's width choose rows.
+  // Row-major-interleaved lanes: the low log2(interleave) bits and the bits above the lane rectangle's width choose
+  // rows.
   static constexpr int kInterleave = Policy::LaneLayout::kInterleave;
   static constexpr int kRowMap = (kInterleave * 64 + Policy::WarpShape::kColumn) * 64 + kBlockM;
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) {
@@ -112,8 +105,7 @@ struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::O
   }
 };
 
-// Combines a per-row value over the lanes of a warp that hold parts of the same
-// rows.
+// Combines a per-row value over the lanes of a warp that hold parts of the same rows.
 template <typename Coord, typename Combine>
 CUTLASS_DEVICE float reduce_row(float value, Combine combine) {
   CUTLASS_PRAGMA_UNROLL

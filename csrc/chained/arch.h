@@ -1,5 +1,4 @@
-// What differs between GPU generations, as CUTLASS 2.x names it: instruction,
-// operator, copies, epilogue.
+// What differs between GPU generations, as CUTLASS 2.x names it: instruction, operator, copies, epilogue.
 #pragma once
 
 #include "cutlass/arch/arch.h"
@@ -23,20 +22,17 @@ using Gemm = cutlass::gemm::GemmShape<kM, kN, kK>;
 
 // Every arch gives:
 //   Element          in global memory            MmaElement   in shared memory
-//   OpClass, ArchTag, Instruction, Operator      CUTLASS's names for the
-//   products kAsync           cp.async fills shared memory; otherwise loads
-//   pass through registers kQkStep          columns of K in one stage of the
-//   first product kPvStep          keys in one stage of the second product's
-//   operands kSplitFp32       fp32 products as three TF32 ones (resident_mma.h)
-//   kPvChunk         0, or stages of the second product summed from zero and
-//   then added kQkChunk         0, or columns of K summed from zero and then
-//   added: a stock loop's one long sum rounds K times kOwnStream       K beyond
-//   the resident tiles: StreamedMma in place of EarlyStart over a stock main
-//   loop kSimt            FFMA; operand A is column-major in shared memory, the
-//   epilogue stores single elements
+//   OpClass, ArchTag, Instruction, Operator      CUTLASS's names for the products
+//   kAsync           cp.async fills shared memory; otherwise loads pass through registers
+//   kQkStep          columns of K in one stage of the first product
+//   kPvStep          keys in one stage of the second product's operands
+//   kSplitFp32       fp32 products as three TF32 ones (resident_mma.h)
+//   kPvChunk         0, or stages of the second product summed from zero and then added
+//   kQkChunk         0, or columns of K summed from zero and then added: a stock loop's one long sum rounds K times
+//   kOwnStream       K beyond the resident tiles: StreamedMma in place of EarlyStart over a stock main loop
+//   kSimt            FFMA; operand A is column-major in shared memory, the epilogue stores single elements
 
-// Ampere and later. 16-bit: m16n8k16. fp32: 3xTF32 (kTf32 = false) or TF32,
-// m16n8k8.
+// Ampere and later. 16-bit: m16n8k16. fp32: 3xTF32 (kTf32 = false) or TF32, m16n8k8.
 template <typename T>
 struct Sm80 {
   using Element = T;
@@ -58,8 +54,7 @@ struct Sm80 {
 template <bool kSplit>
 struct Sm80Float : Sm80<float> {
   using Instruction = Gemm<16, 8, 8>;
-  // The stock streamed main loop splits by itself; ResidentMma does it with
-  // fewer instructions and smaller errors.
+  // The stock streamed main loop splits by itself; ResidentMma does it with fewer instructions and smaller errors.
   using StreamedOperator =
       std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
   static constexpr int kQkStep = 32;
@@ -70,8 +65,7 @@ struct Sm80Float : Sm80<float> {
 using Sm80Fp32 = Sm80Float<true>;
 using Sm80Tf32 = Sm80Float<false>;
 
-// 16-bit data that cp.async cannot move (alignment of one element): the same
-// products, loads through registers.
+// 16-bit data that cp.async cannot move (alignment of one element): the same products, loads through registers.
 template <typename T>
 struct Sm80Unaligned : Sm80<T> {
   static constexpr bool kAsync = false;
@@ -94,8 +88,7 @@ struct Sm70 : Sm75<T> {
   using Instruction = Gemm<8, 8, 4>;
 };
 
-// FFMA: fp32, and bf16 where no tensor core knows it (sm70, sm75): converted on
-// the way into shared memory.
+// FFMA: fp32, and bf16 where no tensor core knows it (sm70, sm75): converted on the way into shared memory.
 template <typename T>
 struct Simt : Sm75<T> {
   using MmaElement = float;
@@ -109,12 +102,10 @@ struct Simt : Sm75<T> {
   static constexpr int kPvChunk = 2;  // 16 keys
 };
 
-// The pieces of the epilogue that CUTLASS pairs with a warp-level operator.
-// kPerAccess: output elements in one store.
+// The pieces of the epilogue that CUTLASS pairs with a warp-level operator. kPerAccess: output elements in one store.
 //
-// Tensor cores take the plain fp32 iterators for every output type: the ones
-// DefaultEpilogueTensorOp picks for half with eight elements a store are
-// written for warp tiles up to 64 columns, and ours reach 320.
+// Tensor cores take the plain fp32 iterators for every output type: the ones DefaultEpilogueTensorOp picks for half
+// with eight elements a store are written for warp tiles up to 64 columns, and ours reach 320.
 template <typename Arch, typename Shape, typename WarpOperator, int kPerAccess,
           typename = void>
 struct EpilogueOf {  // tensor cores since Turing

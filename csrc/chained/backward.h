@@ -1,20 +1,17 @@
-// The kernels that write dQ (queries own the block's rows) and dK, dV (keys own
-// them). Resident, one step, time down:
+// The kernels that write dQ (queries own the block's rows) and dK, dV (keys own them). Resident, one step, time down:
 //
-//   copies (cp.async)              tensor cores                     other units
-//   B1, B2 of step j+1 in flight | S = A1 B1^T, dP = A2 B2^T     |
-//   (kBuffers = 2)               |                               |  P = exp(S -
-//   lse), dS = P (dP - delta) -> shared memory
-//                                | second += P B2, first += dS B1|  lse, delta
-//                                of step j+1
+//   copies (cp.async)              tensor cores                      other units
+//   B1, B2 of step j+1 in flight | S = A1 B1^T, dP = A2 B2^T       |
+//   (kBuffers = 2)               |                                 |  P = exp(S - lse), dS = P (dP - delta) -> smem
+//   bias of step j+1             | second += P B2, first += dS B1  |  lse, delta of step j+1
 //
-// with two barriers a step (three with one buffer: the copies of j+1 then start
-// after the last product of j, and other blocks of the SM cover them). Streamed
-// kernels run S and dP through the pipeline one after the other and start S of
-// step j+1 before the output product of step j.
+// with two barriers a step (three with one buffer: the copies of j+1 then start after the last product of j, and other
+// blocks of the SM cover them). Streamed kernels run S and dP through the pipeline one after the other and start S of
+// step j+1 before the last output product of step j.
 #pragma once
 
 #include "chained/backward_tile.h"
+#include "chained/bias_gradient.h"
 
 namespace memeff {
 namespace chained {
@@ -22,11 +19,11 @@ namespace chained {
 template <typename Traits>
 struct BackwardBlock : BackwardTile<Traits> {
   using Tile = BackwardTile<Traits>;
+  using typename Tile::Coord;
   using typename Tile::Element;
   using typename Tile::FragmentS;
   using typename Tile::OutMma;
   using typename Tile::Side;
-  using SecondMma = typename Traits::SecondMma;
   using FragmentO = typename OutMma::FragmentC;
   using Tile::args;
   using Tile::f;
@@ -41,13 +38,18 @@ struct BackwardBlock : BackwardTile<Traits> {
   using Tile::warp;
   static constexpr bool kAsync = Traits::Arch::kAsync;
 
-  Head owner_head;  // of the owner rows; where keys own, the first of the query
-                    // heads that share them
+  // One step of the loop: a tile of the other side, of one head.
+  struct Step {
+    Head head;
+    int tile;
+  };
+
+  Head owner_head;  // of the owner rows; where keys own, the first of the query heads that share them
   Side owner;
   int split, column0;   // part of the loop, first output column
-  int first_tile;       // loop tiles before it see nothing of the owner
-  int per_head;         // loop tiles of one head
-  int step, last_step;  // this block's part of the loop
+  int first_tile, end;  // loop tiles that see something of the owner
+  int steps;            // this block's part of the loop
+  Step now, next;
 
   CUTLASS_DEVICE BackwardBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_) : Tile(args_, smem_) {
     uint32_t rest = blockIdx.x;
@@ -60,85 +62,117 @@ struct BackwardBlock : BackwardTile<Traits> {
     owner_head = Head::of(rest / args.owner_heads, rest % args.owner_heads * heads_per_owner, f);
     const int row0 = tile * kTileM;
     owner = kOwnerKeys ? this->key_side(owner_head, row0, kTileM) : this->query_side(owner_head, row0, kTileM);
-    int end = args.loop_tiles;
+    end = args.loop_tiles;
     first_tile = 0;
-    if (kOwnerKeys) {  // queries before the first that sees key row0 are no
-                       // concern
+    if (kOwnerKeys) {  // queries before the first that sees key row0 are no concern
       const int64_t first_query = see.causal ? int64_t(row0) - see.diagonal : 0;
       first_tile = first_query <= 0 ? 0 : first_query >= f.queries ? end : int(first_query) / kTileN;
     } else {
       const int keys = see.limit(row0 + owner.rows - 1);
       end = keys <= 0 ? 0 : (keys + kTileN - 1) / kTileN;
     }
-    per_head = end - first_tile;
-    const int64_t steps = int64_t(per_head) * heads_per_owner;
-    step = int(steps * split / args.splits);
-    last_step = int(steps * (split + 1) / args.splits);
+    const int per_head = end - first_tile;
+    const int64_t all = int64_t(per_head) * heads_per_owner;
+    const int first = int(all * split / args.splits);
+    steps = int(all * (split + 1) / args.splits) - first;
+    if (steps == 0) return;
+    const int head = kOwnerKeys ? first / per_head : 0;
+    now = {Head::of(owner_head.batch, owner_head.head + head, f), first_tile + first - head * per_head};
+    next = after(now);
   }
 
-  CUTLASS_DEVICE Head head_of(int at) const {
-    return kOwnerKeys ? Head::of(owner_head.batch, owner_head.head + at / per_head, f) : owner_head;
+  // The query heads that share a key head are neighbours, so the next one is the next of its group.
+  CUTLASS_DEVICE Step after(Step step) const {
+    if (++step.tile == end && kOwnerKeys) {
+      step.tile = first_tile;
+      ++step.head.head;
+      ++step.head.member;
+    }
+    return step;
   }
-  CUTLASS_DEVICE int tile_of(int at) const { return first_tile + (kOwnerKeys ? at % per_head : at); }
-  CUTLASS_DEVICE Side loop_side(int at, Head const& head) const {
-    const int row0 = tile_of(at) * kTileN;
-    return kOwnerKeys ? this->query_side(head, row0, kTileN) : this->key_side(head, row0, kTileN);
+  CUTLASS_DEVICE void advance() {
+    now = next;
+    next = after(next);
+  }
+  CUTLASS_DEVICE Side loop_side(Step const& step) const {
+    const int row0 = step.tile * kTileN;
+    return kOwnerKeys ? this->query_side(step.head, row0, kTileN) : this->key_side(step.head, row0, kTileN);
   }
   // Where keys own, the statistics follow the loop.
-  CUTLASS_DEVICE void next_statistics(int at) const {
-    if (!kOwnerKeys || at >= last_step) return;
-    const Head head = head_of(at);
-    this->load_statistics(head, tile_of(at) * kTileN);
+  CUTLASS_DEVICE void load_statistics_of(Step const& step) const {
+    if (kOwnerKeys) this->load_statistics(step.head, step.tile * kTileN);
   }
-
-  CUTLASS_DEVICE void load_step(int at, int buffer) const {
-    if (at < last_step) this->load_loop(loop_side(at, head_of(at)), buffer);
-    cutlass::arch::cp_async_fence();
+  CUTLASS_DEVICE void start_bias_of(Step const& step) const {
+    if constexpr (Traits::kStageBias) this->start_bias(step.head, owner, loop_side(step));
+  }
+  CUTLASS_DEVICE void write_bias(FragmentS const& ds, int tile) const {
+    if constexpr (Traits::kBias && Traits::kWhat == Gradient::kQuery) {
+      if (args.write_bias && column0 == 0) {
+        write_bias_tile<Element, Coord>(
+            ds, p.grad_bias, bias_gradient_at(p.grad_bias, owner_head.batch, owner_head.group, owner_head.member),
+            owner.row0 + this->warp_row, tile * kTileN + this->warp_column, f.queries, f.keys, lane);
+      }
+    }
+  }
+  // Tiles that no query of this block sees.
+  CUTLASS_DEVICE void clear_bias() const {
+    if constexpr (Traits::kBias && Traits::kWhat == Gradient::kQuery) {
+      if (!args.write_bias || split + 1 != int(args.splits)) return;
+      FragmentS zero;
+      zero.clear();
+#pragma unroll 1
+      for (int tile = end; tile < int(args.loop_tiles); ++tile) write_bias(zero, tile);
+    }
   }
 
   CUTLASS_DEVICE void run_resident(FragmentO& first, FragmentO& second) {
     static_assert(kAsync, "resident operands are copied by cp.async");
+    if (steps == 0) return;
     this->load_owner(owner);
-    load_step(step, 0);
+    this->load_loop(loop_side(now), 0);
+    cutlass::arch::cp_async_fence();
+    start_bias_of(now);
     if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
-    next_statistics(step);
+    load_statistics_of(now);
     int buffer = 0;
-    for (int at = step; at < last_step; ++at) {
+    for (; steps > 0; --steps, advance()) {
+      const bool more = steps > 1;
       cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // operands and statistics are there; every warp is done
-                        // with the other buffer, P and dS
-      if (Traits::kBuffers == 2) load_step(at + 1, buffer ^ 1);
-      const Head head = head_of(at);
-      const Side loop = loop_side(at, head);
+      __syncthreads();  // operands and statistics are there; every warp is done with the other buffer, P and dS
+      if (Traits::kBuffers == 2 && more) load_next(buffer ^ 1);
+      const Side loop = loop_side(now);
       FragmentS s, dp;
       this->multiply_resident(s, dp, buffer);
-      this->weigh(s, dp, head, owner, loop);
+      this->weigh(s, dp, now.head, owner, loop);
       if constexpr (Traits::kSecond) this->store(s, Tile::out_a(smem.operands.p));
       if constexpr (Traits::kFirst) this->store(dp, Tile::out_a(smem.operands.ds));
-      __syncthreads();  // P and dS are there
-      next_statistics(at + 1);
+      write_bias(dp, now.tile);
+      __syncthreads();  // P and dS are there; statistics and bias are used
+      if (more) load_statistics_of(next);
+      if (more) start_bias_of(next);
+      auto& pair = smem.operands.loop[buffer];
       if constexpr (Traits::kSecond) {
-        const SecondMma product(Tile::out_a(smem.operands.p), Tile::out_b(smem.operands.loop[buffer].second), thread,
-                                warp, lane);
+        const OutMma product(Tile::out_a(smem.operands.p), Tile::out_b(pair.second), thread, warp, lane);
         product(second, loop.rows);
       }
       if constexpr (Traits::kFirst) {
-        const OutMma product(Tile::out_a(smem.operands.ds), Tile::out_b(smem.operands.loop[buffer].first), thread, warp,
-                             lane);
+        const OutMma product(Tile::out_a(smem.operands.ds), Tile::out_b(pair.first), thread, warp, lane);
         product(first, loop.rows);
       }
       if (Traits::kBuffers == 1) {
         __syncthreads();  // every warp is done with the operands
-        load_step(at + 1, 0);
+        if (more) load_next(0);
       } else {
         buffer ^= 1;
       }
     }
-    cutlass::arch::cp_async_wait<0>();
+  }
+  CUTLASS_DEVICE void load_next(int buffer) const {
+    this->load_loop(loop_side(next), buffer);
+    cutlass::arch::cp_async_fence();
   }
 
-  // The output product of one slab: P or dS to shared memory, the slab beside
-  // it.
+  // The output product of one slab: P or dS to shared memory, the slab beside it.
   template <typename Loader>
   CUTLASS_DEVICE void start_slab(Loader& loader, TileSource<Element> const& slab) const {
     loader.start(slab.data + column0, slab.row_stride, slab.rows, slab.columns - column0);
@@ -153,41 +187,39 @@ struct BackwardBlock : BackwardTile<Traits> {
   }
 
   CUTLASS_DEVICE void run_streamed(FragmentO& first, FragmentO& second) {
-    if (step >= last_step) return;
+    if (steps == 0) return;
     StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane);
     typename Traits::ValueLoader loader(smem.operands.out.operand_B_ref(), thread);
-    const OutMma multiply_first(smem.operands.out, thread, warp, lane);
-    const SecondMma multiply_second(smem.operands.out, thread, warp, lane);
+    const OutMma multiply(smem.operands.out, thread, warp, lane);
     if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
-    next_statistics(step);
-    auto pass = product.start(owner.first, loop_side(step, head_of(step)).first);
-    for (int at = step; at < last_step; ++at) {
-      const Head head = head_of(at);
-      const Side loop = loop_side(at, head);
+    load_statistics_of(now);
+    start_bias_of(now);
+    auto pass = product.start(owner.first, loop_side(now).first);
+    for (; steps > 0; --steps, advance()) {
+      const Side loop = loop_side(now);
       FragmentS s, dp;
       dp.clear();
       this->multiply_streamed(s, dp, product, pass, owner, loop);
       start_slab(loader, Traits::kSecond ? loop.second : loop.first);
-      this->weigh(s, dp, head, owner, loop);
+      this->weigh(s, dp, now.head, owner, loop);
+      write_bias(dp, now.tile);
       if constexpr (Traits::kBoth) {
         finish_slab(loader, s);
-        multiply_second(second, loop.rows);
+        multiply(second, loop.rows);
         __syncthreads();  // every warp is done with P and the slab
         start_slab(loader, loop.first);
       }
-      finish_slab(loader, Traits::kFirst ? dp : s);
-      next_statistics(at + 1);  // the statistics are used
-      if (at + 1 < last_step) pass = product.start(owner.first, loop_side(at + 1, head_of(at + 1)).first);
-      if constexpr (Traits::kFirst) {
-        multiply_first(first, loop.rows);
-      } else {
-        multiply_second(second, loop.rows);
+      finish_slab(loader, Traits::kFirst ? dp : s);  // its barrier: statistics and bias are used
+      if (steps > 1) {
+        load_statistics_of(next);
+        start_bias_of(next);
+        pass = product.start(owner.first, loop_side(next).first);
       }
+      multiply(Traits::kFirst ? first : second, loop.rows);
     }
   }
 
-  // Rows of `view` for the owner's tile, columns from column0 on; splits write
-  // fp32 partial sums.
+  // Rows of `view` for the owner's tile, columns from column0 on; splits write fp32 partial sums.
   CUTLASS_DEVICE void store_gradient(FragmentO const& out, GradView const& view, int width, float const* scale) {
     if (view.data == nullptr) return;  // not wanted
     const int64_t at = head_offset(view, owner_head.batch, owner_head.group, owner_head.member) +
@@ -234,8 +266,7 @@ struct BackwardBlock : BackwardTile<Traits> {
     } else {
       run_streamed(first, second);
     }
-    __syncthreads();  // scales are there; the epilogues' storage overlaps the
-                      // operands
+    __syncthreads();  // scales are there; the epilogues' storage overlaps the operands
     if constexpr (Traits::kFirst) {
       store_gradient(first, kOwnerKeys ? p.grad_key : p.grad_query, f.head_dim, smem.scale[0]);
     }

@@ -1,19 +1,16 @@
-// The kernel that writes dBias: a thread block owns one tile of the bias,
-// recomputes dS for every batch entry, head and tile that the bias is broadcast
-// to, and adds them up in registers: fp32, a fixed order, no dense [B, H, M,
-// N].
+// The kernel that writes dBias: a thread block owns one tile of the bias, recomputes dS for every batch entry, head and
+// tile that the bias is broadcast to, and adds them up in registers: fp32, a fixed order, no dense [B, H, M, N].
 //
-//   items of a block = every combination of the summed dimensions (b, g, h,
-//   query tiles, key tiles)
+//   items of a block = every combination of the summed dimensions (b, g, h, query tiles, key tiles)
 #pragma once
 
 #include "chained/backward_tile.h"
+#include "chained/bias_gradient.h"
 
 namespace memeff {
 namespace chained {
 
-// Which tile of which head: the mixed-radix number `index` over the dimensions
-// that are summed (or those that are not).
+// Which tile of which head: the mixed-radix number `index` over the dimensions that are summed (or those that are not).
 struct BiasItem {
   uint32_t batch, group, member, query_tile, key_tile;
 
@@ -75,6 +72,7 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     if (loop.row0 >= this->see.limit(owner.row0 + owner.rows - 1)) return;  // no query of the tile sees these keys
     __syncthreads();  // every warp is done with the operands and statistics
     this->load_statistics(head, owner.row0);
+    this->start_bias(head, owner, loop);
     FragmentS s, ds;
     if constexpr (Traits::kResident) {
       this->load_owner(owner);
@@ -92,37 +90,16 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     for (int e = 0; e < FragmentS::kElements; ++e) sum[e] += ds[e];
   }
 
+  CUTLASS_DEVICE int64_t own_at() const {
+    return offset(split, p.grad_bias.stride_split) + bias_gradient_at(p.grad_bias, own.batch, own.group, own.member);
+  }
   CUTLASS_DEVICE void write(int row, int column, float value) const {
-    GradBiasView const& bias = p.grad_bias;
-    const int64_t at = offset(split, bias.stride_split) + offset(own.batch, bias.stride_b) +
-                       offset(own.group, bias.stride_g) + offset(own.member, bias.stride_h) +
-                       offset(row, bias.stride_m) + offset(column, bias.stride_n);
-    if (bias.dtype == DType::kF32) {
-      static_cast<float*>(bias.data)[at] = value;
-    } else if (bias.dtype == DType::kF16) {
-      static_cast<cutlass::half_t*>(bias.data)[at] = cutlass::half_t(value);
-    } else {
-      static_cast<cutlass::bfloat16_t*>(bias.data)[at] = cutlass::bfloat16_t(value);
-    }
+    write_bias_element(p.grad_bias, own_at(), row, column, value);
   }
 
-  CUTLASS_DEVICE void write_tile(FragmentS const& sum) const {
-    const int row0 = own.query_tile * kTileM, column0 = own.key_tile * kTileN;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Coord::kRows; ++i) {
-      const int row = row0 + this->warp_row + Coord::row(lane, i);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < Coord::kColumns; ++j) {
-        const int column = column0 + this->warp_column + Coord::column(lane, j);
-        if (row < f.queries && column < f.keys) write(row, column, sum[Coord::index(i, j)]);
-      }
-    }
-  }
-
-  // Sums over the tile's rows, its columns or both; every row and column
-  // outside M x N has contributed 0. Softmax does not change when a row's
-  // scores all move by the same amount, so a sum over all keys is 0 exactly,
-  // whatever rounding left of it; only NaN stays.
+  // Sums over the tile's rows, its columns or both; every row and column outside M x N has contributed 0. Softmax does
+  // not change when a row's scores all move by the same amount, so a sum over all keys is 0 exactly, whatever rounding
+  // left of it; only NaN stays.
   CUTLASS_DEVICE void write_sums(FragmentS const& sum) const {
     GradBiasView const& bias = p.grad_bias;
     auto& tile = smem.last.tile;
@@ -173,7 +150,9 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     if (p.grad_bias.sum_m || p.grad_bias.sum_n) {
       write_sums(sum);
     } else {
-      write_tile(sum);
+      write_bias_tile<typename Traits::Element, Coord>(
+          sum, p.grad_bias, own_at(), own.query_tile * kTileM + this->warp_row,
+          own.key_tile * kTileN + this->warp_column, f.queries, f.keys, lane);
     }
   }
 

@@ -1,5 +1,4 @@
-// Host side of the chained family's backward kernels: one row of the variant
-// list, several kernels.
+// Host side of the chained family's backward kernels: one row of the variant list, several kernels.
 #pragma once
 
 #include <atomic>
@@ -25,8 +24,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   }
 }
 
-// kBuffers: of the resident kernels. kQueryBlocks, kKeyBlocks: blocks an SM
-// that the registers must allow.
+// kBuffers: of the resident kernels. kQueryBlocks, kKeyBlocks: blocks an SM that the registers must allow.
 template <typename Arch, typename Tile, typename Warp, typename Qk, int kAlignment, typename Bias, int kQueryBlocks,
           int kKeyBlocks, int kBuffers>
 struct BackwardRow {
@@ -49,8 +47,7 @@ struct BackwardRow {
 
 inline int64_t tiles_of(int64_t rows, int tile) { return (rows + tile - 1) / tile; }
 
-// Launches on `stream` of the current device. Never synchronises, never
-// allocates.
+// Launches on `stream` of the current device. Never synchronises, never allocates.
 template <typename Traits>
 Status launch_gradient(BackwardParams const& p, int64_t blocks, BackwardArgs& args, cudaStream_t stream,
                        std::string const& where) {
@@ -94,6 +91,12 @@ Status launch_bias(BackwardParams const& p, BackwardArgs args, cudaStream_t stre
   return launch_gradient<Traits>(p, blocks, args, stream, where);
 }
 
+// Is every element of dBias one element of one head's dS?
+inline bool is_sum_free(GradBiasView const& bias) {
+  return bias.data != nullptr && bias.splits == 1 &&
+         !(bias.sum_b || bias.sum_g || bias.sum_h || bias.sum_m || bias.sum_n);
+}
+
 // Row: a BackwardRow. Starts the kernels of the gradients that are wanted.
 template <typename Row>
 Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char* name) {
@@ -101,8 +104,10 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   BackwardArgs args{};
   args.p = p;
   args.exponent = float(double(f.scale) * 1.4426950408889634);
-  const int element_bytes = f.bias.dtype == DType::kBool ? 1 : f.bias.dtype == DType::kF32 ? 4 : 2;
-  args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, element_bytes);
+  args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias);
+  using Element = typename Row::Query::Element;
+  args.bias_copy = Row::Query::kStageBias ? bias_copy_width(f.bias, dtype_of<Element>()) : 0;
+  args.write_bias = Row::kFull && p.grad_query.data != nullptr && is_sum_free(p.grad_bias);
   const std::string where = name;
   const bool key = p.grad_key.data != nullptr, value = p.grad_value.data != nullptr;
   Status status;
@@ -124,7 +129,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
     }
   }
   if constexpr (Row::kFull) {
-    if (status.ok() && p.grad_bias.data != nullptr) {
+    if (status.ok() && p.grad_bias.data != nullptr && !args.write_bias) {
       status = launch_bias<typename Row::BiasGradient>(p, args, stream, where + " (dBias)");
     }
   }

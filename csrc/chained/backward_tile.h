@@ -1,5 +1,4 @@
-// What every backward kernel does with one pair of tiles: S and dP, then P and
-// dS (backward_traits.h has the roles).
+// What every backward kernel does with one pair of tiles: S and dP, then P and dS (backward_traits.h has the roles).
 #pragma once
 
 #include "chained/backward_traits.h"
@@ -20,6 +19,8 @@ struct BackwardArgs {
   uint32_t splits;  // parts of the loop
   float exponent;   // scale * log2(e), the very number that the forward kernels use
   bool bias_pairs;
+  int bias_copy;    // bytes of a copy to shared memory, 0: direct (common/bias.h)
+  bool write_bias;  // the queries' kernel writes dBias too: every tile of it is one tile of dS
 };
 
 // A batch entry and a query head.
@@ -81,8 +82,7 @@ struct BackwardTile {
             view.stride_m, rows, columns};
   }
 
-  // lse and delta of kStatRows queries from row0 on. Barriers before and after
-  // are the caller's.
+  // lse and delta of kStatRows queries from row0 on. Barriers before and after are the caller's.
   CUTLASS_DEVICE void load_statistics(Head const& at, int row0) const {
     for (int i = thread; i < Traits::kStatRows; i += Traits::kThreads) {
       const int row = row0 + i;
@@ -147,22 +147,32 @@ struct BackwardTile {
   }
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer) const {
     auto& pair = smem.operands.loop[buffer];
-    const DpMma products(score_a(smem.operands.second), score_b(pair.second), thread, warp, lane);
+    const auto a1 = score_a(smem.operands.first), a2 = score_a(smem.operands.second);
+    const auto b1 = score_b(pair.first), b2 = score_b(pair.second);
     s.clear();
     if constexpr (Traits::kFmaScores) {  // as in the forward kernels
-      const auto a = score_a(smem.operands.first);
-      const auto b = score_b(pair.first);
-      Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row, warp_column, lane, f.head_dim);
+      multiply_by_fma(s, a1, b1, f.head_dim);
     } else {
-      const QkMma scores(score_a(smem.operands.first), score_b(pair.first), thread, warp, lane);
+      const QkMma scores(a1, b1, thread, warp, lane);
       scores(s, f.head_dim);
     }
     dp.clear();
-    if constexpr (Traits::kNeedsDp) products(dp, f.value_dim);
+    if constexpr (!Traits::kNeedsDp) return;
+    if constexpr (Traits::kFmaScores) {  // so few products that fp32 rounds less than 3xTF32 does
+      if (f.value_dim <= 4) {
+        multiply_by_fma(dp, a2, b2, f.value_dim);
+        return;
+      }
+    }
+    const DpMma products(a2, b2, thread, warp, lane);
+    products(dp, f.value_dim);
+  }
+  template <typename RefA, typename RefB>
+  CUTLASS_DEVICE void multiply_by_fma(FragmentS& acc, RefA const& a, RefB const& b, int depth) const {
+    Traits::FmaScores::add(acc, a.data(), a.layout(), b.data(), b.layout(), warp_row, warp_column, lane, depth);
   }
 
-  // Streamed: `pass` is the started first product; ends behind a barrier after
-  // which the pipeline may be refilled.
+  // Streamed: `pass` is the started first product; ends behind a barrier after which the pipeline may be refilled.
   template <typename Product, typename Pass>
   CUTLASS_DEVICE void multiply_streamed(FragmentS& s, FragmentS& dp, Product& product, Pass& pass, Side const& owner,
                                         Side const& loop) const {
@@ -191,18 +201,34 @@ struct BackwardTile {
     return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
   }
 
+  // Starts the copy of the bias of two tiles, where it passes through shared memory.
+  CUTLASS_DEVICE void start_bias(Head const& at, Side const& owner, Side const& loop) const {
+    if constexpr (Traits::kStageBias) {
+      if (args.bias_copy == 0) return;
+      const Side& queries = kOwnerKeys ? loop : owner;
+      const int key0 = kOwnerKeys ? owner.row0 : loop.row0;
+      const char* from = bias_at(f.bias, at.batch, at.group, at.member, queries.row0, key0);
+      copy_bias<Traits::kThreads>(smem.bias, f.bias, from, args.bias_copy, queries.rows, f.keys - key0, thread);
+      cutlass::arch::cp_async_fence();
+    }
+  }
+
   CUTLASS_DEVICE void add_bias_to(FragmentS& s, Head const& at, Side const& owner, Side const& loop) const {
     if (f.bias.data == nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= f.scale;
       return;
     }
-    const int64_t element_bytes = f.bias.dtype == DType::kBool ? 1 : f.bias.dtype == DType::kF32 ? 4 : 2;
-    const int64_t owner_stride = kOwnerKeys ? f.bias.stride_n : f.bias.stride_m;
+    if constexpr (Traits::kStageBias) {
+      if (args.bias_copy != 0) {
+        add_staged_bias<Element, Coord, kOwnerKeys>(s, smem.bias, f.bias, f.scale, warp_row, warp_column, lane);
+        return;
+      }
+    }
     BiasTile bias;
-    bias.data = static_cast<const char*>(f.bias.data) +
-                (head_offset(f.bias, at.batch, at.group, at.member) + offset(owner.row0, owner_stride)) * element_bytes;
-    bias.stride_m = owner_stride;
+    bias.data =
+        bias_at(f.bias, at.batch, at.group, at.member, kOwnerKeys ? 0 : owner.row0, kOwnerKeys ? owner.row0 : 0);
+    bias.stride_m = kOwnerKeys ? f.bias.stride_n : f.bias.stride_m;
     bias.stride_n = kOwnerKeys ? f.bias.stride_m : f.bias.stride_n;
     bias.dtype = f.bias.dtype;
     bias.pairs = !kOwnerKeys && args.bias_pairs;

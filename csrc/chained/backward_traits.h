@@ -1,26 +1,22 @@
-// One traits type per backward kernel. A thread block owns a tile of rows of
-// one side and loops over tiles of the other:
+// One traits type per backward kernel. A thread block owns a tile of rows of one side and loops over tiles of the
+// other:
 //
-//                 owner rows   loop rows   A1     A2      B1     B2      first
-//                 output     second output
-//   kQuery        queries      keys        Q      dO      K      V       dQ =
-//   dS K kKeyValue     keys         queries     K      V       Q      dO dK =
-//   dS^T Q      dV = P^T dO kKey, kValue  the same, one output each kBias a
-//   tile of the bias       Q      dO      K      V       dBias = dS, summed
-//   over broadcast dimensions
+//                  owner rows   loop rows   A1  A2   B1  B2   first output   second output
+//   kQuery         queries      keys        Q   dO   K   V    dQ = dS K
+//   kKeyValue      keys         queries     K   V    Q   dO   dK = dS^T Q    dV = P^T dO
+//   kKey, kValue   the same, one output each
+//   kBias          a tile of the bias       Q   dO   K   V    dBias = dS, summed over broadcast dimensions
 //
-//   S = A1 B1^T (transposed where keys own), dP = A2 B2^T, P = exp(S - lse), dS
-//   = P * (dP - delta), first += dS B1, second += P B2
+//   S = A1 B1^T (transposed where keys own), dP = A2 B2^T, P = exp(S - lse), dS = P * (dP - delta),
+//   first += dS B1, second += P B2
 //
-// So one kernel serves all: P and dS always leave the accumulators as operand A
-// of the next product (OperandStore), on Volta, tensor cores and SIMT alike,
-// and every gradient is summed in registers by the one block that owns it: no
+// So one kernel serves all: P and dS always leave the accumulators as operand A of the next product (OperandStore), on
+// Volta, tensor cores and SIMT alike, and every gradient is summed in registers by the one block that owns it: no
 // atomics, no locks, no workspace, the same bits on every run.
 //
-// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers
-// [ dS ][ P ]  [ lse, delta ]
-//              streamed (any K, Kv):       [ pipeline of S and dP ]  [ P, then
-//              dS | slab of B2, then B1 ]  [ lse, delta ]
+// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers [ dS ][ P ]  [ lse, delta ] [ bias ]
+//              streamed (any K, Kv):       [ pipeline of S and dP ]  [ P, then dS | slab of B2, then B1 ]  [ lse, delta
+//              ]
 #pragma once
 
 #include "chained/traits.h"
@@ -35,25 +31,19 @@ struct DropoutOnly {
 
 enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias };
 
+// Score and output tiles that live together (S, dP; one or two outputs).
+template <Gradient kWhat>
+using OutputOf =
+    GradientOutput<kWhat == Gradient::kValue ? 1 : 2, kWhat == Gradient::kKeyValue || kWhat == Gradient::kBias ? 2 : 1>;
+
 template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, int kAlignment_, typename Bias_, int kBlocks_,
           int kBuffers_, Gradient kWhat_>
-struct BackwardTraits
-    : ForwardTraits<Arch_, Tile_, Warp_, Qk_,
-                    GradientOutput<kWhat_ == Gradient::kValue ? 1 : 2,
-                                   kWhat_ == Gradient::kKeyValue || kWhat_ == Gradient::kBias ? 2 : 1>,
-                    kAlignment_, Bias_, kBlocks_> {
-  using Chain = ForwardTraits<Arch_, Tile_, Warp_, Qk_,
-                              GradientOutput<kWhat_ == Gradient::kValue ? 1 : 2,
-                                             kWhat_ == Gradient::kKeyValue || kWhat_ == Gradient::kBias ? 2 : 1>,
-                              kAlignment_, Bias_, kBlocks_>;
+struct BackwardTraits : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>, kAlignment_, Bias_, kBlocks_> {
+  using Chain = ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>, kAlignment_, Bias_, kBlocks_>;
   using Element = typename Chain::Element;
   using QkMma = typename Chain::QkMma;
-  // fp32: dP and dV take exact products, dQ and dK short sums (Fp32Split): a dV of one key is dO itself, and an error
-  // of dP is one of every gradient where K is small.
-  using DpMma = QkMma;
+  using DpMma = typename Chain::DpMma;
   using OutMma = typename Chain::PvMma;
-  using SecondMma = ResidentMma<typename Chain::PvCore, Chain::kPvStages, Chain::kPvAhead, Chain::kScoreSplit,
-                                Chain::Arch::kPvChunk, Chain::kTransposedB>;
 
   static constexpr Gradient kWhat = kWhat_;
   static constexpr bool kOwnerKeys =
@@ -66,9 +56,8 @@ struct BackwardTraits
   static constexpr bool kBoth = kFirst && kSecond;
   static_assert(!kResident || Chain::kValueTile == Qk_::kMaxK, "resident operands serve both kinds of products");
 
-  // One copy of a resident tile serves both products: the 16-bit layouts of a
-  // tile as B of the scores and as B of an output product are the same function
-  // (backward_tile.h checks it), fp32 reads it by TransposedOperand.
+  // One copy of a resident tile serves both products: the 16-bit layouts of a tile as B of the scores and as B of an
+  // output product are the same function (backward_tile.h checks it), fp32 reads it by TransposedOperand.
 
   // The exponent, as in the forward kernels, or P would not sum to 1: with a bias x - lse in natural units; without,
   // scale * log2(e) folded into one FFMA. Both take the low part of the lse where it matters: fp32, and biases of any
@@ -119,7 +108,7 @@ struct BackwardTraits
   struct LowParts<true, Dummy> {
     float lse_low[kStatRows];  // to be subtracted as well
   };
-  struct SharedStorage : LowParts<kLow> {
+  struct SharedStorage : Chain::template BiasStageOf<kOwnerKeys ? Chain::kTileN : Chain::kTileM>, LowParts<kLow> {
     union {
       Operands operands;
       std::conditional_t<kWhat == Gradient::kBias, BiasSum, typename Chain::Epilogue::SharedStorage> last;

@@ -1,5 +1,4 @@
-// A CUTLASS main loop whose first stages can be issued long before its products
-// are wanted.
+// A CUTLASS main loop whose first stages can be issued long before its products are wanted.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -7,11 +6,9 @@
 namespace memeff {
 namespace chained {
 
-// Mma: a stock MmaPipelined (sm70, sm75, SIMT) or MmaMultistage (sm80). Both
-// operands stream from global memory, so any K works. start() fills the
-// pipeline; finish() runs it and leaves the object ready for another start().
-// Shared memory may be refilled by start() once every thread is past a barrier
-// that follows finish().
+// Mma: a stock MmaPipelined (sm70, sm75, SIMT) or MmaMultistage (sm80). Both operands stream from global memory, so any
+// K works. start() fills the pipeline; finish() runs it and leaves the object ready for another start(). Shared memory
+// may be refilled by start() once every thread is past a barrier that follows finish().
 template <typename Mma>
 class EarlyStart : public Mma {
  public:

@@ -1,6 +1,5 @@
-// S = Q K^T by FFMA, from the same shared-memory operands as ResidentMma, for
-// fp32 where K <= 32 or there are few queries. Tensor cores truncate every
-// addend of a step: about one unit in the last place of the sum.
+// S = Q K^T by FFMA, from the same shared-memory operands as ResidentMma, for fp32 where K <= 32 or there are few
+// queries. Tensor cores truncate every addend of a step: about one unit in the last place of the sum.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -15,9 +14,8 @@ struct PlainSum {
   CUTLASS_DEVICE float value() const { return sum; }
 };
 
-// A sum of products kept with the rounding errors of its products and additions
-// (Ogita, Rump, Oishi, "Accurate sum and dot product", 2005, algorithm Dot2):
-// as if computed in twice fp32's precision, then rounded.
+// A sum of products kept with the rounding errors of its products and additions (Ogita, Rump, Oishi, "Accurate sum and
+// dot product", 2005, algorithm Dot2): as if computed in twice fp32's precision, then rounded.
 struct CompensatedSum {
   float sum = 0.f, error = 0.f;
   CUTLASS_DEVICE void add(float a, float b) {
@@ -32,15 +30,14 @@ struct CompensatedSum {
   CUTLASS_DEVICE float value() const { return __fadd_rn(sum, error); }
 };
 
-// Coord: AccCoord of S. The operands' layouts keep four consecutive k of a row
-// (query or key) in 16 bytes; their tail in K is zero-filled.
+// Coord: AccCoord of S. The operands' layouts keep four consecutive k of a row (query or key) in 16 bytes; their tail
+// in K is zero-filled.
 template <typename Coord, typename LayoutA, typename LayoutB>
 struct FmaProduct {
   static constexpr int kChunk = 16;                                         // products in one PlainSum
   static constexpr int kBlock = Coord::kColumns < 8 ? Coord::kColumns : 8;  // columns at a time: fewer sums live
 
-  // sums[i][j] takes in columns [k, k + 4) of row i's query and the key in
-  // column j0 + j.
+  // sums[i][j] takes in columns [k, k + 4) of row i's query and the key in column j0 + j.
   template <typename Sum>
   CUTLASS_DEVICE static void add_four(Sum (&sums)[Coord::kRows][kBlock], float const* a, LayoutA const& layout_a,
                                       float const* b, LayoutB const& layout_b, int row0, int column0, int lane, int j0,

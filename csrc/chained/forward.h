@@ -1,17 +1,14 @@
-// The forward kernel: S = Q K^T and O += P V chained in one thread block per
-// (batch, head, query tile, value slab).
+// The forward kernel: S = Q K^T and O += P V chained in one thread block per (batch, head, query tile, value slab).
 //
 // Resident first product (sm80, K <= kMaxK), one key block, time runs down:
 //
 //   copies (cp.async)          tensor cores                 other units
 //   V(j)   in flight     |     S = Q K(j)^T            |
-//   K(j+1) in flight     |                             |    mask, row maximum,
-//   P = 2^(..), P -> shared memory K(j+1) in flight     |     O = O * alpha + P
-//   V(j)  |
+//   K(j+1) in flight     |                             |    mask, row maximum, P = 2^(..), P -> shared memory
+//   K(j+1) in flight     |     O = O * alpha + P V(j)  |
 //
-// with two barriers a key block where each warp owns whole rows (kWarpsN = 1),
-// three otherwise. The streamed first product (any K, every architecture)
-// starts its pipeline for block j+1 while P V(j) runs.
+// with two barriers a key block where each warp owns whole rows (kWarpsN = 1), three otherwise. The streamed first
+// product (any K, every architecture) starts its pipeline for block j+1 while P V(j) runs.
 #pragma once
 
 #include "chained/streamed_product.h"
@@ -27,10 +24,10 @@ namespace chained {
 struct ForwardArgs {
   ForwardParams p;
   TileMap map;
-  float premultiply;  // scores are multiplied by this first where the scale
-                      // cannot be folded (scale <= 0), else 1
+  float premultiply;  // scores are multiplied by this first where the scale cannot be folded (scale <= 0), else 1
   float exponent;     // c of common/softmax.h
   bool bias_pairs;
+  int bias_copy;  // bytes of a copy to shared memory, 0: direct (common/bias.h)
 };
 
 template <typename Traits>
@@ -100,9 +97,7 @@ struct ForwardBlock {
                              : p.lse.data + head_offset(p.lse, at.batch, group, member) + row0;
     }
     if (Traits::kBias && p.bias.data != nullptr) {
-      const int64_t element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
-      bias.data = static_cast<const char*>(p.bias.data) +
-                  (head_offset(p.bias, at.batch, group, member) + offset(row0, p.bias.stride_m)) * element_bytes;
+      bias.data = bias_at(p.bias, at.batch, group, member, row0, 0);
       bias.stride_m = p.bias.stride_m;
       bias.stride_n = p.bias.stride_n;
       bias.dtype = p.bias.dtype;
@@ -123,11 +118,30 @@ struct ForwardBlock {
   // --- scores of one key block -> P in shared memory
   // -------------------------------------------------------------------
 
-  // s: raw products -> logits (or raw products whose scale is folded), -inf
-  // where not visible.
+  // Starts the copy of a tile of the bias, where it passes through shared memory.
+  CUTLASS_DEVICE void start_bias(int key0) const {
+    if constexpr (Traits::kStageBias) {
+      if (args.bias_copy == 0) return;
+      const char* from = bias.data + offset(key0, bytes_of(bias.dtype));
+      copy_bias<Traits::kThreads>(smem.bias, p.bias, from, args.bias_copy, rows, p.keys - key0, thread);
+      cutlass::arch::cp_async_fence();
+    }
+  }
+
+  CUTLASS_DEVICE void add_bias_to(FragmentS& s, int key0) const {
+    if constexpr (Traits::kStageBias) {
+      if (args.bias_copy != 0) {
+        add_staged_bias<Element, CoordS, false>(s, smem.bias, p.bias, p.scale, warp_row(), warp_column(), lane);
+        return;
+      }
+    }
+    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, p.keys);
+  }
+
+  // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
   CUTLASS_DEVICE void finish_scores(FragmentS& s, int key0) const {
     if (Traits::kBias && p.bias.data != nullptr) {
-      add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, p.keys);
+      add_bias_to(s, key0);
     } else if (args.premultiply != 1.f) {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= args.premultiply;
@@ -144,8 +158,7 @@ struct ForwardBlock {
     }
   }
 
-  // The running maximum of a row takes in `max`; returns the factor for what
-  // was accumulated before.
+  // The running maximum of a row takes in `max`; returns the factor for what was accumulated before.
   CUTLASS_DEVICE float raise_maximum(int i, float max) {
     const float before = state.max[i];
     state.max[i] = fmaxf(before, max);
@@ -154,9 +167,8 @@ struct ForwardBlock {
     return alpha;
   }
 
-  // Row maxima of this warp's scores. Where other warps hold parts of the rows
-  // they are only published here; store_weights, after a barrier, takes them
-  // in.
+  // Row maxima of this warp's scores. Where other warps hold parts of the rows they are only published here;
+  // store_weights, after a barrier, takes them in.
   CUTLASS_DEVICE void find_maximum(FragmentS const& s, float (&alpha)[CoordS::kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
@@ -172,8 +184,7 @@ struct ForwardBlock {
     }
   }
 
-  // s -> weights, stored as the second product's operand A. alpha: factor for
-  // what was accumulated before.
+  // s -> weights, stored as the second product's operand A. alpha: factor for what was accumulated before.
   CUTLASS_DEVICE void store_weights(FragmentS& s, float (&alpha)[CoordS::kRows], int key0) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
@@ -210,8 +221,7 @@ struct ForwardBlock {
     bool moved = false;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) moved |= alpha[i] != 1.f;
-    // The maximum seldom rises after the first blocks: one vote saves the
-    // multiplications.
+    // The maximum seldom rises after the first blocks: one vote saves the multiplications.
     if (__any_sync(0xffffffff, moved)) each_row(o, [&](int i, int e) { o[e] *= alpha[i]; });
     pv(o, depth);
   }
@@ -228,16 +238,15 @@ struct ForwardBlock {
   // --- output
   // -----------------------------------------------------------------------------------------------------------
 
-  // Adds up the row sums over lanes and warps, leaves 1/sum (0 for a row that
-  // sees nothing) in `inverse`, writes the LSE.
+  // Adds up the row sums over lanes and warps, leaves 1/sum (0 for a row that sees nothing) in `inverse`, writes the
+  // LSE.
   CUTLASS_DEVICE void finish_rows(float (&inverse)[CoordS::kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
       state.sum[i] = reduce_row<CoordS>(state.sum[i], [](float a, float b) { return a + b; });
       if (kExchange && row_leader()) smem.scratch.row_part[warp_n][warp_row() + CoordS::row(lane, i)] = state.sum[i];
     }
-    __syncthreads();  // sums are published; so are the scratch pointers, where
-                      // no key block came before
+    __syncthreads();  // sums are published; so are the scratch pointers, where no key block came before
     float* lse = smem.scratch.lse;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
@@ -263,8 +272,7 @@ struct ForwardBlock {
     for (int i = 0; i < CoordS::kRows; ++i) to[warp_row() + CoordS::row(lane, i)] = factor[i];
   }
 
-  // Writes (or adds to) columns [column0, column0 + kValueTile) of the output.
-  // Barriers inside order the scratch reads.
+  // Writes (or adds to) columns [column0, column0 + kValueTile) of the output. Barriers inside order the scratch reads.
   template <typename Storage>
   CUTLASS_DEVICE void store_output(FragmentO const& o, Storage& storage, int column0, bool add) {
     const cutlass::MatrixCoord extent(rows, values - column0);
@@ -313,6 +321,7 @@ struct ForwardBlock {
       queries.start(query, p.query.stride_m, rows, p.head_dim);
       keys.start(key, p.key.stride_m, keys_end, p.head_dim);
       cutlass::arch::cp_async_fence();
+      start_bias(0);
     }
     for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
       cutlass::arch::cp_async_wait<0>();
@@ -325,11 +334,11 @@ struct ForwardBlock {
       float alpha[CoordS::kRows];
       find_maximum(s, alpha);
       cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // V(j) is there, maxima are published; every warp is
-                        // done with K(j)
+      __syncthreads();  // V(j) is there, maxima are published; every warp is done with K(j)
       if (key0 + kTileN < keys_end) {
         keys.start(key + offset(key0 + kTileN, p.key.stride_m), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
         cutlass::arch::cp_async_fence();
+        start_bias(key0 + kTileN);
       }
       store_weights(s, alpha, key0);
       if (kExchange) {
@@ -352,8 +361,7 @@ struct ForwardBlock {
     for (int i = 0; i < CoordS::kRows; ++i) one[i] = 1.f;
     publish(smem.scratch.scale, one);
     publish(smem.scratch.source_scale, state.pending);
-    __syncthreads();  // factors are published; every warp is done with P and V,
-                      // whose place the epilogue takes
+    __syncthreads();  // factors are published; every warp is done with P and V, whose place the epilogue takes
     store_output(o, smem.flush_epilogue, 0, state.aside);
     o.clear();
     state.set_aside();
@@ -369,6 +377,7 @@ struct ForwardBlock {
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
     StreamedProduct<Traits> qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
+    start_bias(0);
     auto pass = qk.start(query_source(), key_source(0));
     for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
       if (kAsync && !kInMemory) {
@@ -386,9 +395,11 @@ struct ForwardBlock {
       if (!kInMemory) loader.finish();
       const bool last = key0 + kTileN >= keys_end;
       if constexpr (kInMemory) publish_factors(alpha, last);
-      __syncthreads();  // P (and V where it passed through registers) is there;
-                        // every warp is done with K(j)
-      if (!last) pass = qk.start(query_source(), key_source(key0 + kTileN));
+      __syncthreads();  // P (and V where it passed through registers) is there; every warp is done with K(j)
+      if (!last) {
+        start_bias(key0 + kTileN);
+        pass = qk.start(query_source(), key_source(key0 + kTileN));
+      }
       if constexpr (kInMemory) {
         add_to_output(loader, pv, key0);
       } else {
@@ -397,8 +408,7 @@ struct ForwardBlock {
     }
   }
 
-  // OutputInMemory: factors of this block's epilogues. The last block divides
-  // by the sums.
+  // OutputInMemory: factors of this block's epilogues. The last block divides by the sums.
   CUTLASS_DEVICE void publish_factors(float (&alpha)[CoordS::kRows], bool last) {
     float scale[CoordS::kRows];
     CUTLASS_PRAGMA_UNROLL
@@ -415,8 +425,7 @@ struct ForwardBlock {
     publish(smem.scratch.source_scale, alpha);
   }
 
-  // OutputInMemory: P V(j), one value tile after the other, added to the
-  // output.
+  // OutputInMemory: P V(j), one value tile after the other, added to the output.
   CUTLASS_DEVICE void add_to_output(typename Traits::ValueLoader& loader, PvMma const& pv, int key0) {
     for (int column0 = 0; column0 < values; column0 += kValueTile) {
       start_values(loader, key0, column0);
@@ -427,8 +436,7 @@ struct ForwardBlock {
       o.clear();
       pv(o, keys_end - key0);
       store_output(o, smem.epilogue, column0, key0 > 0);
-      __syncthreads();  // every warp is done with V's tile and the epilogue's
-                        // storage
+      __syncthreads();  // every warp is done with V's tile and the epilogue's storage
     }
   }
 
@@ -455,8 +463,7 @@ struct ForwardBlock {
       for (int i = 0; i < CoordS::kRows; ++i) state.pending[i] *= inverse[i];
       publish(smem.scratch.source_scale, state.pending);
     }
-    __syncthreads();  // the epilogue's storage overlaps the first product's
-                      // operands
+    __syncthreads();  // the epilogue's storage overlaps the first product's operands
     for (int column0 = 0; column0 < (kInMemory ? values : 1); column0 += kValueTile) {
       store_output(o, smem.last_epilogue, column0, add);
     }

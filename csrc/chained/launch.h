@@ -10,11 +10,17 @@
 namespace memeff {
 namespace chained {
 
-// True when the elements (row, even column) of every row of the bias are
-// aligned to two elements.
-inline bool bias_in_pairs(BiasView const& bias, int element_bytes) {
+// True when the elements (row, even column) of every row of the bias are aligned to two elements.
+inline bool bias_in_pairs(BiasView const& bias) {
   const int64_t odd = (bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m) & 1;
-  return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * element_bytes) == 0;
+  return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes_of(bias.dtype)) == 0;
+}
+
+template <typename Element>
+constexpr DType dtype_of() {
+  return std::is_same<Element, float>::value             ? DType::kF32
+         : std::is_same<Element, cutlass::half_t>::value ? DType::kF16
+                                                         : DType::kBF16;
 }
 
 template <typename Traits>
@@ -24,8 +30,8 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   const bool folded = !Traits::kBias && p.scale > 0.f;
   args.premultiply = folded ? 1.f : p.scale;
   args.exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
-  const int element_bytes = p.bias.dtype == DType::kBool ? 1 : p.bias.dtype == DType::kF32 ? 4 : 2;
-  args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, element_bytes);
+  args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias);
+  args.bias_copy = Traits::kStageBias ? bias_copy_width(p.bias, dtype_of<typename Traits::Element>()) : 0;
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;
   const int64_t bytes_per_head =
       int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
@@ -34,8 +40,7 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   return args;
 }
 
-// More than 48 KiB of shared memory must be asked for once on each device; bit
-// d remembers device d.
+// More than 48 KiB of shared memory must be asked for once on each device; bit d remembers device d.
 template <typename Traits, typename Kernel>
 Status allow_shared_memory(Kernel* kernel, std::string const& where) {
   if (Traits::kSmemBytes <= 48 * 1024) return {};
@@ -59,8 +64,7 @@ inline Status launched(std::string const& where, uint32_t blocks, int threads, i
                            std::to_string(smem_bytes) + " bytes of shared memory>>>: " + cudaGetErrorString(error)};
 }
 
-// Launches on `stream` of the current device. Never synchronises, never
-// allocates.
+// Launches on `stream` of the current device. Never synchronises, never allocates.
 template <typename Traits>
 Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* name) {
   const ForwardArgs args = make_forward_args<Traits>(p);

@@ -1,6 +1,5 @@
-// Writes a warp's accumulators, converted, straight into the shared-memory
-// layout that the next product's operand-A iterator reads: the b2b link of the
-// chain. One code for Volta, tensor cores and SIMT, because the layout is a
+// Writes a warp's accumulators, converted, straight into the shared-memory layout that the next product's operand-A
+// iterator reads: the b2b link of the chain. One code for Volta, tensor cores and SIMT, because the layout is a
 // functor.
 #pragma once
 
@@ -11,9 +10,8 @@
 namespace memeff {
 namespace chained {
 
-// Coord: AccCoord of the accumulators. Layout: operand A's (row, column) ->
-// offset. kPairs: adjacent columns are adjacent in Layout, so that two elements
-// go out in one store (all but SIMT's column-major operand).
+// Coord: AccCoord of the accumulators. Layout: operand A's (row, column) -> offset. kPairs: adjacent columns are
+// adjacent in Layout, so that two elements go out in one store (all but SIMT's column-major operand).
 template <typename Coord, typename Element, typename Layout, bool kPairs>
 struct OperandStore {
   // row0, column0: the warp tile's origin in the operand.
@@ -26,8 +24,7 @@ struct OperandStore {
       Element* first = operand + layout({row0 + Coord::row(lane, 0), column});
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Coord::kRows; ++i) {
-        // Where the swizzle repeats with the rows, a row step is a constant
-        // number of elements.
+        // Where the swizzle repeats with the rows, a row step is a constant number of elements.
         Element* to = Coord::kRowsRepeat ? first + i * int(layout({8, 0}))
                                          : operand + layout({row0 + Coord::row(lane, i), column});
         if constexpr (kPairs) {

@@ -1,13 +1,10 @@
-// What the epilogue does with each accumulator on its way out: a visitor for
-// CUTLASS's EpilogueWithVisitor.
+// What the epilogue does with each accumulator on its way out: a visitor for CUTLASS's EpilogueWithVisitor.
 //
-//   out[row, column] = acc * scale[row] NoSource out[row, column] = acc *
-//   scale[row] + source * source_scale[row]      FloatSource (fp32, prefetched
-//   one step ahead)
+//   out[row, column] = acc * scale[row]                                   NoSource
+//   out[row, column] = acc * scale[row] + source * source_scale[row]      FloatSource (fp32, prefetched one step ahead)
 //
-// CUTLASS moves the accumulators through shared memory so that rows leave in
-// whole vectors; the row a vector belongs to is known here, so the softmax
-// state reaches the output. Any row stride: BMHK needs no transpose.
+// CUTLASS moves the accumulators through shared memory so that rows leave in whole vectors; the row a vector belongs to
+// is known here, so the softmax state reaches the output. Any row stride: BMHK needs no transpose.
 #pragma once
 
 #include "cutlass/array.h"
@@ -22,8 +19,7 @@ struct NoSource {
   CUTLASS_DEVICE float term(int, int) const { return 0.f; }
 };
 
-// Iterator: a PredicatedTileIterator over float with the destination's thread
-// map.
+// Iterator: a PredicatedTileIterator over float with the destination's thread map.
 template <typename Iterator>
 struct FloatSource {
   Iterator iterator;

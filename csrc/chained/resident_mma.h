@@ -1,11 +1,9 @@
 // A product of two operands that lie whole in shared memory.
 //
-//   operand A: kM x (kK * kStages)      operand B: (kK * kStages) x kN      in
-//   the layouts of CUTLASS's DefaultMmaCore
+//   operand A: kM x (kK * kStages)      operand B: (kK * kStages) x kN      in the layouts of CUTLASS's DefaultMmaCore
 //
-// The second GEMM of the chain always (A = P, written by OperandStore; B = the
-// value block), the first one too where the query tile and a key block fit.
-// Derives from MmaBase: shared storage and the warp iterators are CUTLASS's.
+// The second GEMM of the chain always (A = P, written by OperandStore; B = the value block), the first one too where
+// the query tile and a key block fit. Derives from MmaBase: shared storage and the warp iterators are CUTLASS's.
 #pragma once
 
 #include <type_traits>
@@ -17,30 +15,25 @@
 namespace memeff {
 namespace chained {
 
-// Warp operators of tensor cores convert their fragments (transform), SIMT and
-// Volta ones do not.
+// Warp operators of tensor cores convert their fragments (transform), SIMT and Volta ones do not.
 template <typename Operator, typename = void>
 struct HasTransform : std::false_type {};
 template <typename Operator>
 struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragmentA>> : std::true_type {};
 
-// How fp32 operands are multiplied: as they are, or as three TF32 products,
-// 3xTF32:
-//   x = high + low, high = x rounded to TF32's 11 significand bits, low exact
+// How fp32 operands are multiplied: as they are, or as three TF32 products, 3xTF32:
+//   x = high + low, both rounded to TF32's 11 significand bits: 2^-22 of x
 //   a * b = low_a * high_b + high_a * low_b + high_a * high_b
-// Tensor cores truncate when they accumulate, so a short sum starts from zero,
-// takes the tiny corrections first and is added to the accumulator by FADD: one
-// truncation at full magnitude a sum (measured in docs/performance.md).
-//   kExact   a sum a step of kGroupK; low is rounded too (the hardware drops
-//   its last bits): 2^-22 of x kShort   a sum two steps, low as it is: 2^-21 of
-//   x, fewer instructions; for gradients
+// Tensor cores truncate when they accumulate, so a short sum starts from zero, takes the tiny corrections first and is
+// added to the accumulator by FADD: one truncation at full magnitude a sum (measured in docs/performance.md).
+//   kExact   a sum a step of kGroupK
+//   kShort   a sum two steps, fewer instructions; for gradients
 enum class Fp32Split { kNone, kExact, kShort };
 
-// kAhead: fragments are loaded this many steps (0 or 1) before their use; 0
-// needs fewer registers. kChunk > 0: so many stages are summed from zero, then
-// added (SIMT: a long running sum rounds at every product). kTransposedB > 0
-// (fp32): B lies as operand B of another ResidentMma, kTransposedB elements a
-// row (transposed_operand.h).
+// kAhead: fragments are loaded this many steps (0 or 1) before their use; 0 needs fewer registers.
+// kChunk > 0: so many stages are summed from zero, then added (SIMT: a long running sum rounds at every product).
+// kTransposedB > 0 (fp32): B lies as operand B of another ResidentMma, kTransposedB elements a row
+// (transposed_operand.h).
 template <typename Core, int kStages, int kAhead, Fp32Split kSplit, int kChunk = 0, int kTransposedB = 0>
 class ResidentMma
     : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
@@ -69,9 +62,8 @@ class ResidentMma
     lane_ = lane;
   }
 
-  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth
-  // up to the next multiple of 2 kGroupK must be finite (zero-filled); those
-  // beyond are not touched.
+  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 2 kGroupK
+  // must be finite (zero-filled); those beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
     if constexpr (kSplit != Fp32Split::kNone) {
       multiply_split(acc, depth);
@@ -136,8 +128,7 @@ class ResidentMma
     }
   }
 
-  // Stages are a real loop: unrolled, the splits of all of them would be pulled
-  // up until registers spill.
+  // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill.
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
     constexpr int kSteps = kSplit == Fp32Split::kShort && kGroupsPerStage % 2 == 0 ? 2 : 1;
     auto a = this->warp_tile_iterator_A_;
@@ -176,14 +167,12 @@ class ResidentMma
   template <int kCount, typename Tf32>
   CUTLASS_DEVICE static void split(cutlass::Array<float, kCount> const& x, cutlass::Array<Tf32, kCount>& high,
                                    cutlass::Array<Tf32, kCount>& low) {
-    constexpr uint32_t kHalfUlp = 0x1000,
-                       kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
-    constexpr uint32_t kRoundLow = kSplit == Fp32Split::kExact ? kHalfUlp : 0;  // the hardware ignores those bits
+    constexpr uint32_t kHalfUlp = 0x1000, kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < kCount; ++e) {
       const float rounded = __uint_as_float((__float_as_uint(x[e]) + kHalfUlp) & kKept);
       high[e] = Tf32::bitcast(__float_as_uint(rounded));
-      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded) + kRoundLow);
+      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded) + kHalfUlp);  // the hardware drops the rest
     }
   }
 

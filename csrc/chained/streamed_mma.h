@@ -1,11 +1,8 @@
-// S = Q K^T for fp32 and any K: tiles of both operands stream through two
-// buffers, each multiplied from shared memory.
+// S = Q K^T for fp32 and any K: tiles of both operands stream through two buffers, each multiplied from shared memory.
 //
-// EarlyStart over CUTLASS's multistage loop would serve too, but its 3xTF32
-// sums a whole stage before it rounds and cuts the high part toward zero, which
-// the tolerance rule does not allow (docs/performance.md). Same contract as
-// EarlyStart: start() fills the first buffer; finish() runs and ends with all
-// copies landed and a barrier.
+// EarlyStart over CUTLASS's multistage loop would serve too, but its 3xTF32 sums a whole stage before it rounds and
+// cuts the high part toward zero, which the tolerance rule does not allow (docs/performance.md). Same contract as
+// EarlyStart: start() fills the first buffer; finish() runs and ends with all copies landed and a barrier.
 #pragma once
 
 #include "chained/fma_product.h"
@@ -63,8 +60,7 @@ class StreamedMma {
 #pragma unroll 1
     for (int k = 0; k < a.columns; k += kStep) {
       cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // this tile is there; every warp is done with the other
-                        // buffer
+      __syncthreads();  // this tile is there; every warp is done with the other buffer
       if (k + kStep < a.columns) load(a, b, k + kStep);
       f(storage_.buffers[(k / kStep) & 1], a.columns - k);
     }

@@ -1,5 +1,5 @@
-// S = A B^T with both operands streaming from global memory through a pipeline
-// in shared memory: any contraction length.
+// S = A B^T with both operands streaming from global memory through a pipeline in shared memory: any contraction
+// length.
 #pragma once
 
 #include "chained/streamed_mma.h"
@@ -8,15 +8,13 @@
 namespace memeff {
 namespace chained {
 
-// Mma: an EarlyStart or StreamedMma. Traits: kLoadedStream, kTileN, kQkStep,
-// Arch::kQkChunk.
+// Mma: an EarlyStart or StreamedMma. Traits: kLoadedStream, kTileN, kQkStep, Arch::kQkChunk.
 //
 //   auto pass = product.start(a, b);      the first tiles are on their way
-//   product.finish(acc, pass, a, b);      acc = A B^T, for A of kTileM and B of
-//   kTileN rows
+//   product.finish(acc, pass, a, b);      acc = A B^T, for A of kTileM and B of kTileN rows
 //
-// Ends with all cp.async landed and a barrier where copies are asynchronous.
-// Between finish() and the next start() there must be a barrier.
+// Ends with all cp.async landed and a barrier where copies are asynchronous. Between finish() and the next start()
+// there must be a barrier.
 template <typename Traits, typename Mma_ = typename Traits::QkMma>
 class StreamedProduct {
  public:

@@ -1,13 +1,9 @@
-// Fills an operand of a ResidentMma from global memory: any number of valid
-// rows and columns, the rest zero.
+// Fills an operand of a ResidentMma from global memory: any number of valid rows and columns, the rest zero.
 //
-// The tile is `rows` x `columns` in global memory with unit stride along
-// columns. Stages of the operand cut it along the columns (query, key: the
-// contraction runs over K) or along the rows (value: the contraction runs over
-// keys). Bounds are one predicate per access against the true extents, so a
-// ragged tail needs no special order of tiles and no copied iterator. Zero-fill
-// matters: 0 * NaN is NaN, so P = 0 does not hide what lies beyond the last
-// key.
+// The tile is `rows` x `columns` in global memory with unit stride along columns. Stages of the operand cut it along
+// the columns (query, key: the contraction runs over K) or along the rows (value: the contraction runs over keys).
+// Bounds are one predicate per access against the true extents, so a ragged tail needs no special order of tiles and no
+// copied iterator. Zero-fill matters: 0 * NaN is NaN, so P = 0 does not hide what lies beyond the last key.
 #pragma once
 
 #include "common/offset.h"
@@ -40,9 +36,8 @@ struct TileLoaderBase {
     column0 = start.contiguous();
   }
 
-  // Calls f(stage, access, row, column, address) for each access of this
-  // thread. Addresses advance by whole row steps, so that only one of them
-  // lives at a time.
+  // Calls f(stage, access, row, column, address) for each access of this thread. Addresses advance by whole row steps,
+  // so that only one of them lives at a time.
   template <typename F>
   CUTLASS_DEVICE void each_access(Element const* source, int64_t row_stride, F f) const {
     Element const* start = source + offset(row0, row_stride) + column0;
@@ -72,8 +67,7 @@ CUTLASS_DEVICE cutlass::MatrixCoord stage_step(int stages) {
   return kOperandA ? cutlass::MatrixCoord(0, stages) : cutlass::MatrixCoord(stages, 0);
 }
 
-// sm80 and later: cp.async, nothing passes through registers. The caller
-// commits and waits.
+// sm80 and later: cp.async, nothing passes through registers. The caller commits and waits.
 template <typename Base, typename SmemIterator, bool kOperandA>
 struct AsyncTileLoader : Base {
   using Element = typename Base::Element;
@@ -107,9 +101,8 @@ struct AsyncTileLoader : Base {
   CUTLASS_DEVICE void finish() {}
 };
 
-// Before sm80, and alignments that cp.async cannot take: loads fly into
-// registers at start(), finish() stores them, converted to the operand's
-// element type.
+// Before sm80, and alignments that cp.async cannot take: loads fly into registers at start(), finish() stores them,
+// converted to the operand's element type.
 template <typename Base, typename SmemIterator, bool kOperandA>
 struct RegisterTileLoader : Base {
   using Element = typename Base::Element;

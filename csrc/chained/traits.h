@@ -1,11 +1,9 @@
-// One traits type per kernel: everything the forward kernel needs is derived
-// here from a row of csrc/kernels_rows.py.
+// One traits type per kernel: everything the forward kernel needs is derived here from a row of csrc/kernels_rows.py.
 //
 // Memory plan of a thread block (bytes grow to the right; see docs/design.md):
-//   [ Q | K block ]          first product's operands, or a stock pipeline's
-//   stages; the epilogue reuses them [ P | V block ]          second product's
-//   operands [ row scratch ]          maxima exchanged between warps, row
-//   scales of the epilogue
+//   [ Q | K block ]          first product's operands, or a stock pipeline's stages; the epilogue reuses them
+//   [ P | V block ]          second product's operands
+//   [ row scratch ]          maxima exchanged between warps, row scales of the epilogue
 #pragma once
 
 #include "chained/acc_coord.h"
@@ -17,6 +15,7 @@
 #include "chained/resident_mma.h"
 #include "chained/streamed_mma.h"
 #include "chained/tile_loader.h"
+#include "common/bias.h"
 #include "common/dropout.h"
 #include "common/softmax.h"
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor.h"
@@ -32,16 +31,15 @@ struct Tile {
   static constexpr int kM = kM_, kN = kN_, kValue = kValue_;
 };
 
-// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a
-// warp the same rows, so the softmax state of a row stays in the registers of
-// the lanes that hold its scores and its outputs.
+// One warp's share of S (kM x kQkN) and of O (kM x kPvN). Both products give a warp the same rows, so the softmax state
+// of a row stays in the registers of the lanes that hold its scores and its outputs.
 template <int kM_, int kQkN_, int kPvN_>
 struct Warp {
   static constexpr int kM = kM_, kQkN = kQkN_, kPvN = kPvN_;
 };
 
-// First product: the query tile stays in shared memory for K <= kMaxK, or both
-// operands stream through a stock pipeline.
+// First product: the query tile stays in shared memory for K <= kMaxK, or both operands stream through a stock
+// pipeline.
 template <int kMaxK_>
 struct ResidentQk {
   static constexpr bool kResident = true;
@@ -56,15 +54,13 @@ struct StreamedQk {
   static constexpr int kMaxK = 0;
   static constexpr int kStages = kStages_;
 };
-// fp32, few queries: streamed too, scores by FFMA in compensated sums
-// (streamed_mma.h).
+// fp32, few queries: streamed too, scores by FFMA in compensated sums (streamed_mma.h).
 struct CompensatedQk : StreamedQk<2> {
   static constexpr bool kCompensated = true;
 };
 
-// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it
-// per thread block), or the fp32 output itself, a value tile at a time, read
-// back by the epilogue's fp32 source (any Kv without recomputing S).
+// Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
+// itself, a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
 struct OutputInRegisters {
   static constexpr bool kInMemory = false, kForward = true;
   static constexpr int kScores = 1,
@@ -73,8 +69,7 @@ struct OutputInRegisters {
 struct OutputInMemory : OutputInRegisters {
   static constexpr bool kInMemory = true;
 };
-// Backward pass (backward_traits.h): so many score tiles (S, dP) and output
-// tiles at once.
+// Backward pass (backward_traits.h): so many score tiles (S, dP) and output tiles at once.
 template <int kScores_, int kOutputs_>
 struct GradientOutput {
   static constexpr bool kInMemory = false, kForward = false;
@@ -92,9 +87,8 @@ struct FullBias {
   static constexpr bool kBias = true, kDropout = true;
 };
 
-// The stock main loop of the streamed first product. DefaultMma composes it
-// from the arch; SIMT with a 16-bit input needs iterators of the input's type
-// before fp32 shared memory, which MmaPipelined converts between.
+// The stock main loop of the streamed first product. DefaultMma composes it from the arch; SIMT with a 16-bit input
+// needs iterators of the input's type before fp32 shared memory, which MmaPipelined converts between.
 template <typename Arch, typename Shape, typename WarpShape, int kStages, int kAlignment>
 struct StreamedMmaOf {
   using Row = cutlass::layout::RowMajor;
@@ -150,9 +144,8 @@ struct ForwardTraits {
                                                           MmaElement, LayoutB, float, Row, typename Arch::OpClass,
                                                           Arch::kAsync ? 3 : 2, typename Arch::Operator>;
 
-  // Accumulators of S and O live together during the first product; what is
-  // left of 255 registers decides whether its fragments can be loaded a step
-  // ahead.
+  // Accumulators of S and O live together during the first product; what is left of 255 registers decides whether its
+  // fragments can be loaded a step ahead.
   static constexpr int kAccumulators =
       (Warp_::kM * (Output::kScores * Warp_::kQkN + Output::kOutputs * Warp_::kPvN)) / 32;
   static constexpr int kQkAhead = kAccumulators < 160 && !Arch::kSplitFp32 ? 1 : 0;
@@ -175,8 +168,7 @@ struct ForwardTraits {
     using QueryLoader = NoLoader;
     using KeyLoader = NoLoader;
   };
-  // Both operands by our loaders: resident, or (kTile columns at a time)
-  // streamed.
+  // Both operands by our loaders: resident, or (kTile columns at a time) streamed.
   template <int kTile>
   struct LoadedQk {
     static_assert(Arch::kAsync, "the loaders of the first product use cp.async");
@@ -222,8 +214,7 @@ struct ForwardTraits {
   static constexpr int kPvStages = kTileN / kPvStep;
   static_assert(kTileN % kPvStep == 0, "stages of P and V must fill the key block");
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
-  // Backward, fp32: B of the output products is the resident tile that was B of
-  // the scores.
+  // Backward, fp32: B of the output products is the resident tile that was B of the scores.
   static constexpr int kTransposedB =
       !Output::kForward && Qk::kResident && std::is_same<Element, float>::value ? Qk::kMaxK : 0;
   using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
@@ -239,9 +230,8 @@ struct ForwardTraits {
   using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
 
   // Output
-  // Elements in one store. CUTLASS's thread map spreads a row over accesses of
-  // 256 bytes: 16-byte accesses need a tile that is a multiple of that wide,
-  // others (320 columns of 16 bits) take 4-byte ones.
+  // Elements in one store. CUTLASS's thread map spreads a row over accesses of 256 bytes: 16-byte accesses need a tile
+  // that is a multiple of that wide, others (320 columns of 16 bits) take 4-byte ones.
   static constexpr bool kWholeRows =
       kValueTile * int(sizeof(Element)) % 256 == 0 || kValueTile * int(sizeof(Element)) < 256;
   static constexpr int kPerStore = kAlignment == 1 || Arch::kSimt ? 1 : (kWholeRows ? 16 : 4) / int(sizeof(Element));
@@ -250,9 +240,8 @@ struct ForwardTraits {
   using OutputIterator = typename Parts::OutputTileIterator;
   using SourceIterator =
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
-  // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a
-  // running sum grow with the root of the number of additions; two levels keep
-  // them at torch's level for 65537 keys (docs/performance.md).
+  // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
+  // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
   static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident && Output::kForward ? 1024 : 0;
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
@@ -266,18 +255,22 @@ struct ForwardTraits {
   using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
 
   struct Empty {};
+  // The bias passes through shared memory: tiles of 64 keys of 16 bits, where that leaves as many blocks an SM. fp32
+  // loads it in whole sectors anyway.
+  static constexpr bool kStageBias =
+      kBias && Arch::kAsync && sizeof(Element) == 2 && kTileN == kBiasKeys && (!Qk::kResident || Qk::kMaxK <= 128);
+  template <int kQueries>
+  using BiasStageOf = std::conditional_t<kStageBias, BiasStage<kQueries>, Empty>;
   struct SourceScale {
-    float source_scale[kTileM];  // epilogue: factor of what the output already
-                                 // holds
+    float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
   struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
-    float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged
-                                      // between the warps of a row
+    float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
     Element* out;                     // kept here, not in registers, until the epilogue
     float* lse;
   };
-  struct SharedStorage {
+  struct SharedStorage : BiasStageOf<kTileM> {
     union {
       typename QkMma::Base::SharedStorage qk;
       typename Epilogue::SharedStorage last_epilogue;  // after the last key block

@@ -1,12 +1,17 @@
 // Adds a tensor bias to the scores a thread holds: logits = scale * s + bias, any broadcast, any strides, any
 // alignment.
 //
-// Rows and columns outside [0, M) x [0, N) are never read: rows are clamped to M - 1 (their result is not stored),
-// columns are left for the mask. A pair of adjacent columns is one load where the host found that every pair is
-// aligned.
+// Two paths, chosen on the host (bias_copy_width):
+//   through shared memory   a tile of 64 keys a row is copied by cp.async beside the key tile, in whole 16-byte (or
+//                           4-byte) pieces, and read in the accumulators' order, transposed where keys own the rows
+//   direct                  each thread loads what it needs when the scores are there; a pair of adjacent columns is
+//                           one load where the host found that every pair is aligned
+// Rows and columns outside [0, M) x [0, N) are never read from global memory: direct rows are clamped to M - 1 (their
+// result is not stored), all others are left for the mask.
 #pragma once
 
 #include "common/offset.h"
+#include "common/ptx.h"
 #include "common/softmax.h"
 #include "cutlass/array.h"
 #include "cutlass/cutlass.h"
@@ -15,11 +20,18 @@
 namespace memeff {
 
 struct BiasTile {
-  const char* data;  // the head's bias, [M, N]
+  const char* data;  // the head's bias from a tile's first row on
   int64_t stride_m, stride_n;
   DType dtype;
   bool pairs;  // stride_n == 1 and elements (row, 2i) are aligned to two elements
 };
+
+// The address of element (query, key) of a head.
+CUTLASS_DEVICE const char* bias_at(BiasView const& bias, int64_t batch, int group, int member, int query, int key) {
+  const int64_t at =
+      head_offset(bias, batch, group, member) + offset(query, bias.stride_m) + offset(key, bias.stride_n);
+  return static_cast<const char*>(bias.data) + at * bytes_of(bias.dtype);
+}
 
 // A bool is read as a byte: CUTLASS packs arrays of bool by the bit.
 using BoolByte = uint8_t;
@@ -32,6 +44,8 @@ CUTLASS_DEVICE float bias_value(T x) {
     return float(x);
   }
 }
+
+// --- direct ---
 
 // Coord: AccCoord. row0, column0: this warp's first row and key; lane's elements follow Coord.
 template <typename T, typename Coord, typename Fragment>
@@ -68,6 +82,93 @@ CUTLASS_DEVICE void add_bias(Fragment& s, BiasTile const& bias, float scale, int
     add_bias_of<float, Coord>(s, bias, scale, row0, column0, lane, rows, keys);
   } else {
     add_bias_of<T, Coord>(s, bias, scale, row0, column0, lane, rows, keys);
+  }
+}
+
+// --- through shared memory ---
+
+constexpr int kBiasKeys = 64;  // keys in a tile
+// Bytes from one query to the next: 64 elements of 16 bits and a gap that keeps the reads of a warp, straight and
+// transposed, free of bank conflicts.
+constexpr int kBiasRowBytes = 2 * kBiasKeys + 16;
+
+template <int kQueries>
+struct BiasStage {
+  alignas(16) char bias[kQueries * kBiasRowBytes];
+};
+
+// The width of the copies, 16 or 4 bytes; 0: the bias cannot be copied in pieces (or is wider than `element`).
+inline int bias_copy_width(BiasView const& bias, DType element) {
+  if (bias.data == nullptr || bias.stride_n != 1 || (bias.dtype != element && bias.dtype != DType::kBool)) return 0;
+  const int64_t strides = bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m;
+  const uint64_t odd = uint64_t(strides) * uint64_t(bytes_of(bias.dtype)) | reinterpret_cast<uintptr_t>(bias.data);
+  return odd % 16 == 0 ? 16 : odd % 4 == 0 ? 4 : 0;
+}
+
+template <int kWidth, int kThreads>
+CUTLASS_DEVICE void copy_bias_of(char* to, const char* from, int64_t row_bytes, int queries, int bytes, int tile_bytes,
+                                 int thread) {
+  const int pieces = tile_bytes / kWidth;  // of a row; a power of two
+  for (int i = thread; i < queries * pieces; i += kThreads) {
+    const int row = i / pieces, at = i % pieces * kWidth, left = bytes - at;
+    // No byte beyond the row's end is read; an address that is, is not used.
+    ptx::copy_async<kWidth>(to + row * kBiasRowBytes + at, from + offset(row, row_bytes) + (left > 0 ? at : 0),
+                            left < 0        ? 0
+                            : left < kWidth ? left
+                                            : kWidth);
+  }
+}
+
+// Starts the copies of `queries` rows of up to 64 keys, from element `from` on; the caller commits and waits. A bias
+// that is the same for all queries is one row.
+template <int kThreads>
+CUTLASS_DEVICE void copy_bias(char* to, BiasView const& bias, const char* from, int width, int queries, int keys,
+                              int thread) {
+  const int bytes = bytes_of(bias.dtype), tile_bytes = kBiasKeys * bytes;
+  const int rows = bias.stride_m == 0 ? 1 : queries;
+  if (width == 16) {
+    copy_bias_of<16, kThreads>(to, from, bias.stride_m * bytes, rows, keys * bytes, tile_bytes, thread);
+  } else {
+    copy_bias_of<4, kThreads>(to, from, bias.stride_m * bytes, rows, keys * bytes, tile_bytes, thread);
+  }
+}
+
+// row0, column0: this warp's place in the tile of scores.
+template <typename T, typename Coord, bool kTransposed, typename Fragment>
+CUTLASS_DEVICE void add_staged_bias_of(Fragment& s, const char* tile, int row_bytes, float scale, int row0, int column0,
+                                       int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Coord::kRows; ++i) {
+    const int row = row0 + Coord::row(lane, i);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Coord::kColumns; j += 2) {
+      const int column = column0 + Coord::column(lane, j);
+      float& low = s[Coord::index(i, j)];
+      float& high = s[Coord::index(i, j + 1)];
+      if constexpr (kTransposed) {  // rows are keys, columns are queries
+        T const* at = reinterpret_cast<T const*>(tile + column * row_bytes) + row;
+        T const* next = reinterpret_cast<T const*>(tile + (column + 1) * row_bytes) + row;
+        low = low * scale + bias_value<T>(*at);
+        high = high * scale + bias_value<T>(*next);
+      } else {
+        const auto two =
+            *reinterpret_cast<cutlass::AlignedArray<T, 2> const*>(tile + row * row_bytes + column * int(sizeof(T)));
+        low = low * scale + bias_value<T>(two[0]);
+        high = high * scale + bias_value<T>(two[1]);
+      }
+    }
+  }
+}
+
+// kTransposed: the scores' rows are keys. T: the query's element type.
+template <typename T, typename Coord, bool kTransposed, typename Fragment>
+CUTLASS_DEVICE void add_staged_bias(Fragment& s, const char* tile, BiasView const& bias, float scale, int row0,
+                                    int column0, int lane) {
+  const int row_bytes = bias.stride_m == 0 ? 0 : kBiasRowBytes;
+  if (bias.dtype == DType::kBool) {
+    add_staged_bias_of<BoolByte, Coord, kTransposed>(s, tile, row_bytes, scale, row0, column0, lane);
+  } else {
+    add_staged_bias_of<T, Coord, kTransposed>(s, tile, row_bytes, scale, row0, column0, lane);
   }
 }
 

@@ -7,9 +7,10 @@
 //   query 2i   [ word 0: lo, hi ] [ word 1 ]
 //   query 2i+1 [ word 2         ] [ word 3 ]
 //
-// so that a tensor-core fragment (a row's column pairs, 8 apart) and its transpose each use half of every call.
-//   counter = (key / 16 * 4 + key % 8 / 2, query / 2, b * H + h, offset low)   key = (seed low, seed high ^ offset
-//   high)
+// so that a tensor-core fragment (a row's column pairs, 8 apart) and its transpose each use half of every call; the
+// lane that holds the other half is the lane 4 away, and the two share their calls.
+//   counter = (key / 16 * 4 + key % 8 / 2, query / 2, b * H + h, offset low)
+//   key     = (seed low, seed high ^ offset high)
 // A weight is kept when its 16 bits are not below the threshold.
 #pragma once
 
@@ -62,37 +63,76 @@ struct NoDropoutHead {
   CUTLASS_DEVICE NoDropoutHead(Dropout const&, uint32_t) {}
 };
 
-// Calls f(i, j, kept) for every accumulator of a lane. Coord: AccCoord of the scores. kTransposed: rows are keys,
-// columns are queries. row0, column0: the warp tile's first row and column within their sequences.
+// What the lane 4 away holds: the neighbouring row of the same columns.
+CUTLASS_DEVICE uint2 exchange_rows(uint2 x) {
+  return make_uint2(__shfl_xor_sync(0xffffffffu, x.x, 4), __shfl_xor_sync(0xffffffffu, x.y, 4));
+}
+CUTLASS_DEVICE uint2 choose(bool first, uint2 a, uint2 b) { return make_uint2(first ? a.x : b.x, first ? a.y : b.y); }
+
+// Rows are queries. Of two rows 8 apart, lanes of even queries call for the first, lanes of odd ones for the second.
+template <typename Coord, typename F>
+CUTLASS_DEVICE void each_quad(DropoutHead const& head, int row0, int column0, int lane, F f) {
+  const bool odd = lane & 4;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Coord::kRows; i += 2) {
+    const int query = row0 + Coord::row(lane, i) + (odd ? 8 : 0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Coord::kColumns; j += 4) {  // keys c, c+1, c+8, c+9
+      const uint4 cells = head.cells(query, column0 + Coord::column(lane, j));
+      const uint2 even_query = make_uint2(cells.x, cells.y), odd_query = make_uint2(cells.z, cells.w);
+      const uint2 own = choose(odd, odd_query, even_query);
+      const uint2 other = exchange_rows(choose(odd, even_query, odd_query));
+      const uint2 rows[2] = {choose(odd, other, own), choose(odd, own, other)};
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        f(i + k, j, head.keeps(rows[k].x, 0));
+        f(i + k, j + 1, head.keeps(rows[k].x, 1));
+        f(i + k, j + 2, head.keeps(rows[k].y, 0));
+        f(i + k, j + 3, head.keeps(rows[k].y, 1));
+      }
+    }
+  }
+}
+
+// Rows are keys. Of two pairs of columns (queries), lanes of even keys call for the first, lanes of odd ones for the
+// second. A key's halves of two words make one word: keys c and c + 8 of one query.
+template <typename Coord, typename F>
+CUTLASS_DEVICE void each_quad_transposed(DropoutHead const& head, int row0, int column0, int lane, F f) {
+  const bool odd = lane & 4;
+  const uint32_t low = 0x5410, high = 0x7632;  // of __byte_perm
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Coord::kRows; i += 2) {
+    const int key = row0 + Coord::row(lane, i);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Coord::kColumns; j += 4) {
+      const int query = column0 + (odd ? Coord::column(lane, j + 2) : Coord::column(lane, j));
+      const uint4 cells = head.cells(query, key);
+      const auto halves = [&](bool of_odd) {
+        const uint32_t which = of_odd ? high : low;
+        return make_uint2(__byte_perm(cells.x, cells.y, which), __byte_perm(cells.z, cells.w, which));
+      };
+      const uint2 own = halves(odd), other = exchange_rows(halves(!odd));
+      const uint2 pairs[2] = {choose(odd, other, own), choose(odd, own, other)};
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        f(i, j + 2 * k, head.keeps(pairs[k].x, 0));
+        f(i + 1, j + 2 * k, head.keeps(pairs[k].x, 1));
+        f(i, j + 2 * k + 1, head.keeps(pairs[k].y, 0));
+        f(i + 1, j + 2 * k + 1, head.keeps(pairs[k].y, 1));
+      }
+    }
+  }
+}
+
+// Calls f(i, j, kept) for every accumulator of a lane; all lanes of a warp together. Coord: AccCoord of the scores.
+// kTransposed: rows are keys, columns are queries. row0, column0: the warp tile's first row and column within their
+// sequences, multiples of 16.
 template <typename Coord, bool kTransposed, typename F>
 CUTLASS_DEVICE void each_cell(DropoutHead const& head, int row0, int column0, int lane, F f) {
-  if constexpr (Coord::kQuadCells && !kTransposed) {  // columns c, c+1, c+8, c+9 of one row
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Coord::kRows; ++i) {
-      const int query = row0 + Coord::row(lane, i);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < Coord::kColumns; j += 4) {
-        const uint4 cells = head.cells(query, column0 + Coord::column(lane, j));
-        const uint32_t near = query & 1 ? cells.z : cells.x, far = query & 1 ? cells.w : cells.y;
-        f(i, j, head.keeps(near, 0));
-        f(i, j + 1, head.keeps(near, 1));
-        f(i, j + 2, head.keeps(far, 0));
-        f(i, j + 3, head.keeps(far, 1));
-      }
-    }
-  } else if constexpr (Coord::kQuadCells) {  // keys c, c+8 of two queries
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Coord::kRows; i += 2) {
-      const int column = row0 + Coord::row(lane, i);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < Coord::kColumns; j += 2) {
-        const uint4 cells = head.cells(column0 + Coord::column(lane, j), column);
-        f(i, j, head.keeps(cells.x, column));
-        f(i + 1, j, head.keeps(cells.y, column));
-        f(i, j + 1, head.keeps(cells.z, column));
-        f(i + 1, j + 1, head.keeps(cells.w, column));
-      }
-    }
+  if constexpr (Coord::kQuadCells && kTransposed) {
+    each_quad_transposed<Coord>(head, row0, column0, lane, f);
+  } else if constexpr (Coord::kQuadCells) {
+    each_quad<Coord>(head, row0, column0, lane, f);
   } else {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Coord::kRows; ++i) {
