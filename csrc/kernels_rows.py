@@ -74,7 +74,7 @@ class Gradient:
     tile: tuple[int, int, int]
     warp: tuple[int, int, int]
     qk: str
-    smem: tuple[int, int]  # of the plain row and of the full one
+    smem: tuple[int, ...]  # of each of `kinds`
     max_k: int = 0  # K and Kv
     alignment: int = 0
     blocks: tuple[int, int] = (1, 1)  # an SM: of the queries' kernel, of the keys'
@@ -168,7 +168,7 @@ def gradients(
         kind, size = shape.qk.split(":")
         alignment = shape.alignment or 16 // BYTES[dtype]
         warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])
-        for feature in shape.kinds:
+        for feature, smem in zip(shape.kinds, shape.smem, strict=True):
             policy, bias, dropout = FEATURES[feature]
             arguments = [
                 f"chained::{cpp_arch}",
@@ -195,7 +195,7 @@ def gradients(
                 tile_n=shape.tile[1],
                 value_tile=shape.tile[2],
                 threads=32 * warps,
-                smem_bytes=shape.smem[bias],
+                smem_bytes=smem,
                 min_sm=sms[0],
                 max_sm=sms[1],
                 traits=f"chained::BackwardRow<{', '.join(arguments)}>",
@@ -348,30 +348,30 @@ SIMT_FULL = [
 # Backward. Resident rows: one copy of each tile serves the scores and the output products.
 GRADIENTS_SM80_16 = [
     Gradient(
-        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (33792, 43264), 32, blocks=(4, 3),
+        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (42496, 43264), 32, blocks=(4, 3),
         full_blocks=(3, 2), spills=True,
     ),
     Gradient(
-        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (50176, 59648), 64, blocks=(3, 3),
-        full_blocks=(2, 2), kinds=("plain", "dropout", "full"), spills=True,
+        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (67072, 50176, 76032), 64, blocks=(3, 3),
+        full_blocks=(3, 2), kinds=("plain", "dropout", "full"), spills=True,
     ),
     Gradient(
-        "k128", (64, 64, 128), (32, 32, 64), "resident:128", (82944, 92416), 128, blocks=(2, 2),
-        kinds=("plain", "dropout", "full"), spills=True,
+        "k128", (64, 64, 128), (32, 32, 64), "resident:128", (82944, 82944, 92416), 128,
+        blocks=(2, 2), kinds=("plain", "dropout", "full"), spills=True,
     ),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
     Gradient(
-        "k256", (64, 64, 256), (32, 16, 64), "resident:256", (214016, 0), 256, buffers=2,
+        "k256", (64, 64, 256), (32, 16, 64), "resident:256", (214016,), 256, buffers=2,
         kinds=PLAIN,
     ),
     Gradient(
-        "k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480, 0), 256, kinds=PLAIN
+        "k256_small", (64, 64, 256), (32, 16, 64), "resident:256", (148480,), 256, kinds=PLAIN
     ),
     Gradient(
-        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720, 0), kinds=PLAIN, spills=True
+        "v512", (64, 128, 512), (32, 32, 128), "streamed:3", (222720,), kinds=PLAIN, spills=True
     ),
     Gradient(
-        "v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904, 0), kinds=PLAIN,
+        "v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", (123904,), kinds=PLAIN,
         spills=True,
     ),
     Gradient(
@@ -400,11 +400,11 @@ GRADIENTS_SM80_F32 = [
         spills=True,
     ),
     Gradient(
-        "k128", (32, 64, 128), (32, 16, 32), "resident:128", (115712, 0), 128, blocks=(2, 2),
+        "k128", (32, 64, 128), (32, 16, 32), "resident:128", (115712,), 128, blocks=(2, 2),
         kinds=PLAIN,
     ),
     Gradient(
-        "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968, 0), kinds=PLAIN, spills=True
+        "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968,), kinds=PLAIN, spills=True
     ),
     Gradient(
         "any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66816), alignment=1, spills=True

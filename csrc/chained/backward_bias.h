@@ -60,34 +60,77 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
            (bias.sum_n ? args.loop_tiles : 1);
   }
 
-  // sum += dS of one item.
-  template <typename Product>
-  CUTLASS_DEVICE void add_item(FragmentS& sum, uint32_t index, Product& product) {
+  // One recomputed tile of dS.
+  struct Item {
+    Head head;
+    Side owner, loop;
+  };
+  CUTLASS_DEVICE Item item_of(uint32_t index) const {
     BiasItem item(index, p.grad_bias, true, args, f);
     item.batch += own.batch, item.group += own.group, item.member += own.member;
     item.query_tile += own.query_tile, item.key_tile += own.key_tile;
     const Head head{item.batch, item.group * f.heads_per_group + item.member, item.group, item.member};
-    const Side owner = this->query_side(head, item.query_tile * kTileM, kTileM);
-    const Side loop = this->key_side(head, item.key_tile * kTileN, kTileN);
-    if (loop.row0 >= this->see.limit(owner.row0 + owner.rows - 1)) return;  // no query of the tile sees these keys
-    __syncthreads();  // every warp is done with the operands and statistics
-    this->load_statistics(head, owner.row0);
-    this->start_bias(head, owner, loop);
-    FragmentS s, ds;
-    if constexpr (Traits::kResident) {
-      this->load_owner(owner);
-      this->load_loop(loop, 0);
-      cutlass::arch::cp_async_fence();
-      cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // operands and statistics are there
-      this->multiply_resident(s, ds, 0);
-    } else {
-      auto pass = product.start(owner.first, loop.first);
-      this->multiply_streamed(s, ds, product, pass, owner, loop);
-    }
-    this->weigh(s, ds, head, owner, loop);
+    return {head, this->query_side(head, item.query_tile * kTileM, kTileM),
+            this->key_side(head, item.key_tile * kTileN, kTileN)};
+  }
+  // Does some query of the tile see some of the keys?
+  CUTLASS_DEVICE bool is_visible(Item const& item) const {
+    return item.loop.row0 < this->see.limit(item.owner.row0 + item.owner.rows - 1);
+  }
+  CUTLASS_DEVICE void add(FragmentS& sum, FragmentS& s, FragmentS& ds, Item const& item) const {
+    this->weigh(s, ds, item.head, item.owner, item.loop);
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < FragmentS::kElements; ++e) sum[e] += ds[e];
+  }
+  CUTLASS_DEVICE void load_item(Item const& item, int buffer) const {
+    this->load_owner(item.owner, buffer);
+    this->load_loop(item.loop, buffer);
+    cutlass::arch::cp_async_fence();
+  }
+
+  // sum += dS of items first .. last.
+  CUTLASS_DEVICE void run_resident(FragmentS& sum, uint32_t first, uint32_t last) const {
+    if (first == last) return;
+    Item item = item_of(first);
+    load_item(item, 0);
+    this->start_bias(item.head, item.owner, item.loop);
+    this->load_statistics(item.head, item.owner.row0);
+    int buffer = 0;
+    for (uint32_t index = first; index < last; ++index) {
+      const bool more = index + 1 < last;
+      cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // operands, bias and statistics are there; every warp is done with the other buffer
+      const Item next = item_of(more ? index + 1 : index);
+      if (Traits::kBuffers == 2 && more) load_item(next, buffer ^ 1);
+      if (is_visible(item)) {
+        FragmentS s, ds;
+        this->multiply_resident(s, ds, buffer, buffer);
+        add(sum, s, ds, item);
+      }
+      __syncthreads();  // every warp is done with the bias, the statistics and this buffer
+      if (more) {
+        this->load_statistics(next.head, next.owner.row0);
+        if (p.grad_bias.sum_m || p.grad_bias.sum_n) this->start_bias(next.head, next.owner, next.loop);
+        if (Traits::kBuffers == 1) load_item(next, 0);
+      }
+      if (Traits::kBuffers == 2) buffer ^= 1;
+      item = next;
+    }
+  }
+
+  CUTLASS_DEVICE void run_streamed(FragmentS& sum, uint32_t first, uint32_t last) const {
+    StreamedProduct<Traits> product(smem.operands.qk, thread, this->warp, lane);
+    for (uint32_t index = first; index < last; ++index) {
+      const Item item = item_of(index);
+      if (!is_visible(item)) continue;
+      __syncthreads();  // every warp is done with the bias, the statistics and the operands
+      this->load_statistics(item.head, item.owner.row0);
+      this->start_bias(item.head, item.owner, item.loop);
+      FragmentS s, ds;
+      auto pass = product.start(item.owner.first, item.loop.first);
+      this->multiply_streamed(s, ds, product, pass, item.owner, item.loop);
+      add(sum, s, ds, item);
+    }
   }
 
   CUTLASS_DEVICE int64_t own_at() const {
@@ -140,29 +183,22 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     }
   }
 
-  template <typename Product>
-  CUTLASS_DEVICE void run_with(Product& product) {
+  CUTLASS_DEVICE void run() {
     const uint64_t count = items();
     const uint32_t first = uint32_t(count * split / args.splits), last = uint32_t(count * (split + 1) / args.splits);
     FragmentS sum;
     sum.clear();
-    for (uint32_t item = first; item < last; ++item) add_item(sum, item, product);
+    if constexpr (Traits::kResident) {
+      run_resident(sum, first, last);
+    } else {
+      run_streamed(sum, first, last);
+    }
     if (p.grad_bias.sum_m || p.grad_bias.sum_n) {
       write_sums(sum);
     } else {
       write_bias_tile<typename Traits::Element, Coord>(
           sum, p.grad_bias, own_at(), own.query_tile * kTileM + this->warp_row,
           own.key_tile * kTileN + this->warp_column, f.queries, f.keys, lane);
-    }
-  }
-
-  CUTLASS_DEVICE void run() {
-    if constexpr (Traits::kResident) {
-      int nothing = 0;
-      run_with(nothing);
-    } else {
-      StreamedProduct<Traits> product(smem.operands.qk, thread, this->warp, lane);
-      run_with(product);
     }
   }
 };

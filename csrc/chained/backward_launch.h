@@ -6,6 +6,7 @@
 
 #include "chained/backward.h"
 #include "chained/backward_bias.h"
+#include "chained/backward_short.h"
 #include "chained/launch.h"
 #include "status.h"
 
@@ -19,6 +20,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   if constexpr (Traits::kWhat == Gradient::kBias) {
     BackwardBiasBlock<Traits>(args, smem).run();
+  } else if constexpr (Traits::kWhat == Gradient::kAll) {
+    BackwardShortBlock<Traits>(args, smem).run();
   } else {
     BackwardBlock<Traits>(args, smem).run();
   }
@@ -35,12 +38,26 @@ struct BackwardRow {
   static constexpr bool kFused = Qk::kResident || Warp::kM * (Warp::kQkN + Warp::kPvN) / 16 <= 160;
   using KeyValue = Kernel<kFused ? Gradient::kKeyValue : Gradient::kKey, kKeyBlocks>;
   using Value = Kernel<Gradient::kValue, kQueryBlocks>;
-  using BiasGradient = Kernel<Gradient::kBias, 1>;
+  // Nothing stays from one item to the next, so two buffers of everything where they leave three blocks an SM.
+  static constexpr bool kSmall = Qk::kResident && Qk::kMaxK <= 64 && sizeof(typename Arch::Element) == 2;
+  using BiasGradient =
+      BackwardTraits<Arch, Tile, Warp, Qk, kAlignment, Bias, kSmall ? 3 : 1, kSmall ? 2 : 1, Gradient::kBias>;
+  // Whole short sequences in one kernel, up to kTiles tiles of either side.
+  template <int kTiles>
+  using Short = BackwardTraits<Arch, Tile, Warp, Qk, kAlignment, Bias, Qk::kMaxK <= 32 && kTiles == 1 ? 3 : 2, kTiles,
+                               Gradient::kAll>;
+  static constexpr bool kShort = kSmall && !Bias::kBias && !Bias::kDropout;
 
   static constexpr bool kFull = Bias::kBias;
   static constexpr int max(int a, int b) { return a > b ? a : b; }
-  static constexpr int kSmemBytes = max(max(Query::kSmemBytes, KeyValue::kSmemBytes),
-                                        max(kFused ? 0 : Value::kSmemBytes, kFull ? BiasGradient::kSmemBytes : 0));
+  static constexpr int smem_bytes() {
+    int bytes = max(Query::kSmemBytes, KeyValue::kSmemBytes);
+    if constexpr (!kFused) bytes = max(bytes, Value::kSmemBytes);
+    if constexpr (kFull) bytes = max(bytes, BiasGradient::kSmemBytes);
+    if constexpr (kShort) bytes = max(bytes, Short<2>::kSmemBytes);
+    return bytes;
+  }
+  static constexpr int kSmemBytes = smem_bytes();
   static constexpr int kTileM = Query::kTileM, kTileN = Query::kTileN, kValueTile = Query::kValueTile;
   static constexpr int kThreads = Query::kThreads;
 };
@@ -97,6 +114,19 @@ inline bool is_sum_free(GradBiasView const& bias) {
          !(bias.sum_b || bias.sum_g || bias.sum_h || bias.sum_m || bias.sum_n);
 }
 
+template <typename Traits>
+Status launch_short(BackwardParams const& p, BackwardArgs args, cudaStream_t stream, std::string const& where) {
+  args.owner_heads = uint32_t(p.forward.heads);
+  return launch_gradient<Traits>(p, p.forward.batch * p.forward.heads, args, stream, where);
+}
+
+// May one kernel write all three gradients, from sequences of up to `rows`?
+inline bool is_short(BackwardParams const& p, int rows) {
+  const auto whole = [](GradView const& view) { return view.data != nullptr && view.splits == 1; };
+  return p.forward.queries <= rows && p.forward.keys <= rows && p.heads_per_kv == 1 && whole(p.grad_query) &&
+         whole(p.grad_key) && whole(p.grad_value);
+}
+
 // Row: a BackwardRow. Starts the kernels of the gradients that are wanted.
 template <typename Row>
 Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char* name) {
@@ -110,6 +140,14 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   args.write_bias = Row::kFull && p.grad_query.data != nullptr && is_sum_free(p.grad_bias);
   const std::string where = name;
   const bool key = p.grad_key.data != nullptr, value = p.grad_value.data != nullptr;
+  if constexpr (Row::kShort) {
+    if (is_short(p, Row::kTileM)) {
+      return launch_short<typename Row::template Short<1>>(p, args, stream, where + " (short)");
+    }
+    if (is_short(p, 2 * Row::kTileM)) {
+      return launch_short<typename Row::template Short<2>>(p, args, stream, where + " (short)");
+    }
+  }
   Status status;
   if (p.grad_query.data != nullptr) {
     status = launch_side<typename Row::Query>(p, args, f.head_dim, p.grad_query.splits, stream, where + " (dQ)");

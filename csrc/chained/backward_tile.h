@@ -58,6 +58,7 @@ struct BackwardTile {
   Visibility see;
   int thread, warp, lane;
   int warp_row, warp_column;  // this warp's place in the tile of scores
+  int statistics0 = 0;        // where the tile's statistics start in shared memory
 
   CUTLASS_DEVICE BackwardTile(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
       : args(args_), p(args_.p), f(args_.p.forward), smem(smem_), see(args_.p.forward) {
@@ -132,23 +133,25 @@ struct BackwardTile {
   }
 
   // Resident: starts the copies of one side's operands.
-  CUTLASS_DEVICE void load_owner(Side const& side) const {
-    typename Traits::QueryLoader first(score_a(smem.operands.first), thread);
-    typename Traits::QueryLoader second(score_a(smem.operands.second), thread);
-    first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
-    second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
+  CUTLASS_DEVICE void load_owner(Side const& side, int buffer = 0) const {
+    auto& pair = smem.operands.owner[buffer];
+    load_pair<typename Traits::QueryLoader>(side, score_a(pair.first), score_a(pair.second));
   }
   CUTLASS_DEVICE void load_loop(Side const& side, int buffer) const {
     auto& pair = smem.operands.loop[buffer];
-    typename Traits::KeyLoader first(score_b(pair.first), thread);
-    typename Traits::KeyLoader second(score_b(pair.second), thread);
+    load_pair<typename Traits::KeyLoader>(side, score_b(pair.first), score_b(pair.second));
+  }
+  template <typename Loader, typename Ref>
+  CUTLASS_DEVICE void load_pair(Side const& side, Ref to_first, Ref to_second) const {
+    Loader first(to_first, thread), second(to_second, thread);
     first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
     second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
   }
-  CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer) const {
-    auto& pair = smem.operands.loop[buffer];
-    const auto a1 = score_a(smem.operands.first), a2 = score_a(smem.operands.second);
-    const auto b1 = score_b(pair.first), b2 = score_b(pair.second);
+  CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer, int owner_buffer = 0) const {
+    auto& loop = smem.operands.loop[buffer];
+    auto& owner = smem.operands.owner[owner_buffer];
+    const auto a1 = score_a(owner.first), a2 = score_a(owner.second);
+    const auto b1 = score_b(loop.first), b2 = score_b(loop.second);
     s.clear();
     if constexpr (Traits::kFmaScores) {  // as in the forward kernels
       multiply_by_fma(s, a1, b1, f.head_dim);
@@ -278,7 +281,7 @@ struct BackwardTile {
     }
     const auto element = [&](int i, int j, bool kept) {
       const int column = warp_column + Coord::column(lane, j);
-      const int statistic = kOwnerKeys ? column : warp_row + Coord::row(lane, i);
+      const int statistic = statistics0 + (kOwnerKeys ? column : warp_row + Coord::row(lane, i));
       float& x = s[Coord::index(i, j)];
       float& y = dp[Coord::index(i, j)];
       float w = weight(x, statistic);

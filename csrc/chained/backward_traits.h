@@ -6,6 +6,8 @@
 //   kKeyValue      keys         queries     K   V    Q   dO   dK = dS^T Q    dV = P^T dO
 //   kKey, kValue   the same, one output each
 //   kBias          a tile of the bias       Q   dO   K   V    dBias = dS, summed over broadcast dimensions
+//   kAll           keys         queries     K   V    Q   dO   dK             dV, and dQ = dS K from the same dS
+//                  (backward_short.h: whole short sequences, every tile of both sides in one block)
 //
 //   S = A1 B1^T (transposed where keys own), dP = A2 B2^T, P = exp(S - lse), dS = P * (dP - delta),
 //   first += dS B1, second += P B2
@@ -14,7 +16,8 @@
 // Volta, tensor cores and SIMT alike, and every gradient is summed in registers by the one block that owns it: no
 // atomics, no locks, no workspace, the same bits on every run.
 //
-// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers [ dS ][ P ]  [ lse, delta ] [ bias ]
+// Memory plan, resident (K, Kv <= kMaxK):  [ A1 | A2 ] [ B1 | B2 ] x kBuffers (kBias: both) [ dS ][ P ]  [ lse, delta ]
+// [ bias ]
 //              streamed (any K, Kv):       [ pipeline of S and dP ]  [ P, then dS | slab of B2, then B1 ]  [ lse, delta
 //              ]
 #pragma once
@@ -29,27 +32,30 @@ struct DropoutOnly {
   static constexpr bool kBias = false, kDropout = true;
 };
 
-enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias };
+enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias, kAll };
 
-// Score and output tiles that live together (S, dP; one or two outputs).
-template <Gradient kWhat>
+// Score and output tiles that live together: S, dP; one or two outputs, kAll one more a tile of queries.
+template <Gradient kWhat, int kBuffers>
 using OutputOf =
-    GradientOutput<kWhat == Gradient::kValue ? 1 : 2, kWhat == Gradient::kKeyValue || kWhat == Gradient::kBias ? 2 : 1>;
+    GradientOutput<kWhat == Gradient::kValue ? 1 : 2, kWhat == Gradient::kAll ? 2 + kBuffers
+                                                      : kWhat == Gradient::kKeyValue || kWhat == Gradient::kBias ? 2
+                                                                                                                 : 1>;
 
+// kBuffers: of the loop's operands, kBias: of both sides'; kAll: tiles of either side, all of the loop's there at once.
 template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, int kAlignment_, typename Bias_, int kBlocks_,
           int kBuffers_, Gradient kWhat_>
-struct BackwardTraits : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>, kAlignment_, Bias_, kBlocks_> {
-  using Chain = ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>, kAlignment_, Bias_, kBlocks_>;
+struct BackwardTraits
+    : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_, kBuffers_>, kAlignment_, Bias_, kBlocks_> {
+  using Chain = ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_, kBuffers_>, kAlignment_, Bias_, kBlocks_>;
   using Element = typename Chain::Element;
   using QkMma = typename Chain::QkMma;
   using DpMma = typename Chain::DpMma;
   using OutMma = typename Chain::PvMma;
 
   static constexpr Gradient kWhat = kWhat_;
-  static constexpr bool kOwnerKeys =
-      kWhat == Gradient::kKeyValue || kWhat == Gradient::kKey || kWhat == Gradient::kValue;
-  static constexpr bool kFirst = kWhat == Gradient::kQuery || kWhat == Gradient::kKeyValue || kWhat == Gradient::kKey;
-  static constexpr bool kSecond = kWhat == Gradient::kKeyValue || kWhat == Gradient::kValue;
+  static constexpr bool kOwnerKeys = kWhat != Gradient::kQuery && kWhat != Gradient::kBias;
+  static constexpr bool kFirst = kWhat != Gradient::kValue && kWhat != Gradient::kBias;
+  static constexpr bool kSecond = kWhat == Gradient::kKeyValue || kWhat == Gradient::kValue || kWhat == Gradient::kAll;
   static constexpr bool kNeedsDp = kWhat != Gradient::kValue;
   static constexpr bool kResident = Qk_::kResident;
   static constexpr int kBuffers = kResident ? kBuffers_ : 1;
@@ -58,6 +64,16 @@ struct BackwardTraits : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>
 
   // One copy of a resident tile serves both products: the 16-bit layouts of a tile as B of the scores and as B of an
   // output product are the same function (backward_tile.h checks it), fp32 reads it by TransposedOperand.
+
+  // kAll: dQ += dS K with dS as it lies, dS^T, read as a column-major operand A: the same function again. CUTLASS reads
+  // that layout in warp tiles of 32 and 64 only, so a narrow output has warps to spare: they share the keys.
+  using TransposedMma =
+      ResidentMma<cutlass::gemm::threadblock::DefaultMmaCore<
+                      Gemm<Chain::kTileN, Chain::kValueTile, Chain::kPvStep>, Gemm<32, 32, Chain::kPvStep>,
+                      typename Arch_::Instruction, typename Chain::MmaElement, cutlass::layout::ColumnMajor,
+                      typename Chain::MmaElement, cutlass::layout::RowMajor, float, cutlass::layout::RowMajor,
+                      typename Arch_::OpClass, Arch_::kAsync ? 3 : 2, typename Arch_::Operator>,
+                  Chain::kPvStages, 0, Fp32Split::kNone>;
 
   // The exponent, as in the forward kernels, or P would not sum to 1: with a bias x - lse in natural units; without,
   // scale * log2(e) folded into one FFMA. Both take the low part of the lse where it matters: fp32, and biases of any
@@ -73,11 +89,14 @@ struct BackwardTraits : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>
   template <typename Mma>
   struct ResidentOperands<Mma, std::enable_if_t<kResident && sizeof(Mma) != 0>> {
     using Storage = typename Mma::Base::SharedStorage;
-    struct Pair {
+    struct Owner {
+      decltype(Storage::operand_A) first, second;
+    };
+    struct Loop {
       decltype(Storage::operand_B) first, second;
     };
-    decltype(Storage::operand_A) first, second;
-    Pair loop[kBuffers];
+    Owner owner[kWhat == Gradient::kBias ? kBuffers : 1];
+    Loop loop[kBuffers];
   };
   struct Empty {};
   template <bool kWanted, typename = void>
@@ -101,7 +120,15 @@ struct BackwardTraits : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>
   struct BiasSum {  // kBias: the tile on its way to sums over rows or columns
     float tile[Chain::kTileM][Chain::kTileN + 1];
   };
-  static constexpr int kStatRows = kOwnerKeys ? Chain::kTileN : Chain::kTileM;
+  struct PartSums {  // kAll: dQ of the warps that share keys, by element and thread
+    float dq[kBuffers][32][64];
+  };
+  using Last = std::conditional_t<
+      kWhat == Gradient::kBias, BiasSum,
+      std::conditional_t<kWhat == Gradient::kAll, PartSums, typename Chain::Epilogue::SharedStorage>>;
+  static constexpr int kStatRows = kWhat == Gradient::kAll ? Chain::kTileN * kBuffers
+                                   : kOwnerKeys            ? Chain::kTileN
+                                                           : Chain::kTileM;
   template <bool kWanted, typename = void>
   struct LowParts {};
   template <typename Dummy>
@@ -111,7 +138,7 @@ struct BackwardTraits : ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_>
   struct SharedStorage : Chain::template BiasStageOf<kOwnerKeys ? Chain::kTileN : Chain::kTileM>, LowParts<kLow> {
     union {
       Operands operands;
-      std::conditional_t<kWhat == Gradient::kBias, BiasSum, typename Chain::Epilogue::SharedStorage> last;
+      Last last;
     };
     float lse[kStatRows];           // +inf for a query that sees nothing or is none
     float delta[kStatRows];         // 0 for those
