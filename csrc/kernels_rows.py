@@ -406,6 +406,10 @@ GRADIENTS_SM80_F32 = [
     Gradient(
         "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115968,), kinds=PLAIN, spills=True
     ),
+    Gradient(  # scores as the forward's rows of K <= 32 have them
+        "k32_u", (64, 64, 32), (16, 64, 32), "resident:32", (66816, 66816), 32, alignment=1,
+        blocks=(2, 2), spills=True,
+    ),
     Gradient(
         "any", (64, 64, 64), (32, 32, 32), "streamed:3", (66816, 66816), alignment=1, spills=True
     ),
