@@ -89,7 +89,6 @@ class Gradient:
 # or both.
 FEATURES = {
     "plain": ("NoBias", False, False),
-    "bias": ("TensorBias", True, False),
     "dropout": ("DropoutOnly", False, True),
     "full": ("FullBias", True, True),
 }
@@ -319,6 +318,12 @@ SM80_16_FULL_UNALIGNED = [
         bias=BIAS, full=True, spills=BIAS,
     ),
 ]  # fmt: skip
+SM80_F32_FEW_FULL = [
+    Shape(
+        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43664, alignment=1, in_memory=True,
+        max_m=16, bias=BIAS, full=True,
+    ),
+]  # fmt: skip
 SM80_F32_FULL = [
     Shape(
         "k32", (128, 64, 32), (32, 64, 32), "resident:32", 67104, 32, alignment=1, blocks=2,
@@ -387,7 +392,6 @@ GRADIENTS_SM80_16_UNALIGNED = [
 GRADIENTS_SM80_F32_FEW = [  # scores as the forward's row "few" has them
     Gradient(
         "few", (16, 64, 64), (16, 16, 16), "compensated:2", (41856, 41856), alignment=1, max_m=16,
-        kinds=("plain", "bias"),
     ),
 ]  # fmt: skip
 GRADIENTS_SM80_F32 = [
@@ -447,6 +451,7 @@ VARIANTS: list[Variant] = [
         SM80_16_FULL_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)
     ),
     *variants(SM80_F32_FULL, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_F32_FEW_FULL, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM80_F32_FULL, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(HMMA_FULL, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(HMMA_FULL, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

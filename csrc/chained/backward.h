@@ -266,6 +266,7 @@ struct BackwardBlock : BackwardTile<Traits> {
     } else {
       run_streamed(first, second);
     }
+    clear_bias();
     __syncthreads();  // scales are there; the epilogues' storage overlaps the operands
     if constexpr (Traits::kFirst) {
       store_gradient(first, kOwnerKeys ? p.grad_key : p.grad_query, f.head_dim, smem.scale[0]);

@@ -39,7 +39,6 @@ struct BackwardTile {
   using Coord = typename Traits::CoordS;
   using FragmentS = typename Traits::FragmentS;
   using QkMma = typename Traits::QkMma;
-  using DpMma = typename Traits::DpMma;
   using OutMma = typename Traits::OutMma;
   using Source = TileSource<Element>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN;
@@ -167,7 +166,7 @@ struct BackwardTile {
         return;
       }
     }
-    const DpMma products(a2, b2, thread, warp, lane);
+    const QkMma products(a2, b2, thread, warp, lane);
     products(dp, f.value_dim);
   }
   template <typename RefA, typename RefB>
@@ -182,14 +181,8 @@ struct BackwardTile {
     product.finish(s, pass, owner.first, loop.first);
     __syncthreads();
     if constexpr (Traits::kNeedsDp) {
-      if constexpr (std::is_same<DpMma, QkMma>::value) {
-        pass = product.start(owner.second, loop.second);
-        product.finish(dp, pass, owner.second, loop.second);
-      } else {
-        StreamedProduct<Traits, DpMma> products(smem.operands.qk, thread, warp, lane);
-        auto started = products.start(owner.second, loop.second);
-        products.finish(dp, started, owner.second, loop.second);
-      }
+      pass = product.start(owner.second, loop.second);
+      product.finish(dp, pass, owner.second, loop.second);
       __syncthreads();
     }
   }

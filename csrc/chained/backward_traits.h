@@ -34,12 +34,15 @@ struct DropoutOnly {
 
 enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias, kAll };
 
+constexpr bool keys_own(Gradient what) { return what != Gradient::kQuery && what != Gradient::kBias; }
+
 // Score and output tiles that live together: S, dP; one or two outputs, kAll one more a tile of queries.
 template <Gradient kWhat, int kBuffers>
-using OutputOf =
-    GradientOutput<kWhat == Gradient::kValue ? 1 : 2, kWhat == Gradient::kAll ? 2 + kBuffers
-                                                      : kWhat == Gradient::kKeyValue || kWhat == Gradient::kBias ? 2
-                                                                                                                 : 1>;
+using OutputOf = GradientOutput<kWhat == Gradient::kValue ? 1 : 2,
+                                kWhat == Gradient::kAll                                    ? 2 + kBuffers
+                                : kWhat == Gradient::kKeyValue || kWhat == Gradient::kBias ? 2
+                                                                                           : 1,
+                                keys_own(kWhat)>;
 
 // kBuffers: of the loop's operands, kBias: of both sides'; kAll: tiles of either side, all of the loop's there at once.
 template <typename Arch_, typename Tile_, typename Warp_, typename Qk_, int kAlignment_, typename Bias_, int kBlocks_,
@@ -49,11 +52,10 @@ struct BackwardTraits
   using Chain = ForwardTraits<Arch_, Tile_, Warp_, Qk_, OutputOf<kWhat_, kBuffers_>, kAlignment_, Bias_, kBlocks_>;
   using Element = typename Chain::Element;
   using QkMma = typename Chain::QkMma;
-  using DpMma = typename Chain::DpMma;
   using OutMma = typename Chain::PvMma;
 
   static constexpr Gradient kWhat = kWhat_;
-  static constexpr bool kOwnerKeys = kWhat != Gradient::kQuery && kWhat != Gradient::kBias;
+  static constexpr bool kOwnerKeys = keys_own(kWhat);
   static constexpr bool kFirst = kWhat != Gradient::kValue && kWhat != Gradient::kBias;
   static constexpr bool kSecond = kWhat == Gradient::kKeyValue || kWhat == Gradient::kValue || kWhat == Gradient::kAll;
   static constexpr bool kNeedsDp = kWhat != Gradient::kValue;

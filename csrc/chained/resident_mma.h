@@ -22,13 +22,14 @@ template <typename Operator>
 struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragmentA>> : std::true_type {};
 
 // How fp32 operands are multiplied: as they are, or as three TF32 products, 3xTF32:
-//   x = high + low, both rounded to TF32's 11 significand bits: 2^-22 of x
+//   x = high + low, both rounded to TF32's 11 significand bits: about 2^-22 of x
 //   a * b = low_a * high_b + high_a * low_b + high_a * high_b
 // Tensor cores truncate when they accumulate, so a short sum starts from zero, takes the tiny corrections first and is
 // added to the accumulator by FADD: one truncation at full magnitude a sum (measured in docs/performance.md).
-//   kExact   a sum a step of kGroupK
-//   kShort   a sum two steps, fewer instructions; for gradients
-enum class Fp32Split { kNone, kExact, kShort };
+//   kExact        a sum a step of kGroupK
+//   kTransposed   the same with A and B in each other's place: the bits of kExact for B^T A^T
+//   kShort        a sum two steps, fewer instructions; for gradients
+enum class Fp32Split { kNone, kExact, kTransposed, kShort };
 
 // kAhead: fragments are loaded this many steps (0 or 1) before their use; 0 needs fewer registers.
 // kChunk > 0: so many stages are summed from zero, then added (SIMT: a long running sum rounds at every product).
@@ -164,15 +165,20 @@ class ResidentMma
     ++b;
   }
 
+  // Rounding is a factor that adds 1/3 to 2/3 of the last place that is kept, then a cut: at most 2/3 of that place,
+  // unbiased. Unlike an addition to the bits it keeps every NaN a NaN. The hardware makes the cut of `low` itself; for
+  // an infinity `low` is inf - inf, the NaN of all ones, which the addition wraps to a tiny number: the product stays
+  // inf.
   template <int kCount, typename Tf32>
   CUTLASS_DEVICE static void split(cutlass::Array<float, kCount> const& x, cutlass::Array<Tf32, kCount>& high,
                                    cutlass::Array<Tf32, kCount>& low) {
+    constexpr float kRound = 1.f + 4.f / 3.f / 4096.f;
     constexpr uint32_t kHalfUlp = 0x1000, kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < kCount; ++e) {
-      const float rounded = __uint_as_float((__float_as_uint(x[e]) + kHalfUlp) & kKept);
+      const float rounded = __uint_as_float(__float_as_uint(__fmul_rn(x[e], kRound)) & kKept);
       high[e] = Tf32::bitcast(__float_as_uint(rounded));
-      low[e] = Tf32::bitcast(__float_as_uint(x[e] - rounded) + kHalfUlp);  // the hardware drops the rest
+      low[e] = Tf32::bitcast(__float_as_uint(__fsub_rn(x[e], rounded)) + kHalfUlp);
     }
   }
 
@@ -182,8 +188,13 @@ class ResidentMma
     typename Operator::TransformedFragmentB high_b, low_b;
     split(frag_a, high_a, low_a);
     split(frag_b, high_b, low_b);
-    mma(sum, low_a, high_b, sum);
-    mma(sum, high_a, low_b, sum);
+    if constexpr (kSplit == Fp32Split::kTransposed) {
+      mma(sum, high_a, low_b, sum);
+      mma(sum, low_a, high_b, sum);
+    } else {
+      mma(sum, low_a, high_b, sum);
+      mma(sum, high_a, low_b, sum);
+    }
     mma(sum, high_a, high_b, sum);
   }
 

@@ -8,17 +8,17 @@
 namespace memeff {
 namespace chained {
 
-// Mma: an EarlyStart or StreamedMma. Traits: kLoadedStream, kTileN, kQkStep, Arch::kQkChunk.
+// Traits: QkMma (EarlyStart or StreamedMma), kLoadedStream, kTileN, kQkStep, Arch::kQkChunk.
 //
 //   auto pass = product.start(a, b);      the first tiles are on their way
 //   product.finish(acc, pass, a, b);      acc = A B^T, for A of kTileM and B of kTileN rows
 //
 // Ends with all cp.async landed and a barrier where copies are asynchronous. Between finish() and the next start()
 // there must be a barrier.
-template <typename Traits, typename Mma_ = typename Traits::QkMma>
+template <typename Traits>
 class StreamedProduct {
  public:
-  using Mma = Mma_;
+  using Mma = typename Traits::QkMma;
   using Element = typename Traits::Element;
   using FragmentS = typename Traits::FragmentS;
   using Source = TileSource<Element>;  // columns: the whole contraction

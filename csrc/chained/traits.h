@@ -62,17 +62,17 @@ struct CompensatedQk : StreamedQk<2> {
 // Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
 // itself, a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
 struct OutputInRegisters {
-  static constexpr bool kInMemory = false, kForward = true;
+  static constexpr bool kInMemory = false, kForward = true, kTransposed = false;
   static constexpr int kScores = 1,
                        kOutputs = 1;  // accumulators that live together during the first product
 };
 struct OutputInMemory : OutputInRegisters {
   static constexpr bool kInMemory = true;
 };
-// Backward pass (backward_traits.h): so many score tiles (S, dP) and output tiles at once.
-template <int kScores_, int kOutputs_>
+// Backward pass (backward_traits.h): so many score tiles (S, dP) and output tiles at once. kTransposed: S^T = K Q^T.
+template <int kScores_, int kOutputs_, bool kTransposed_>
 struct GradientOutput {
-  static constexpr bool kInMemory = false, kForward = false;
+  static constexpr bool kInMemory = false, kForward = false, kTransposed = kTransposed_;
   static constexpr int kScores = kScores_, kOutputs = kOutputs_;
 };
 
@@ -151,8 +151,13 @@ struct ForwardTraits {
   static constexpr int kQkAhead = kAccumulators < 160 && !Arch::kSplitFp32 ? 1 : 0;
   static constexpr int kPvAhead = Warp_::kPvN < 320 && !Arch::kSplitFp32 ? 1 : 0;  // S is dead by then
 
-  static constexpr Fp32Split kScoreSplit = Arch::kSplitFp32 ? Fp32Split::kExact : Fp32Split::kNone;
-  static constexpr Fp32Split kPvSplit = Arch::kSplitFp32 && !Output::kForward ? Fp32Split::kShort : kScoreSplit;
+  // S has the same bits in both passes, or P would not sum to 1.
+  static constexpr Fp32Split kScoreSplit = !Arch::kSplitFp32     ? Fp32Split::kNone
+                                           : Output::kTransposed ? Fp32Split::kTransposed
+                                                                 : Fp32Split::kExact;
+  static constexpr Fp32Split kPvSplit = !Arch::kSplitFp32  ? Fp32Split::kNone
+                                        : Output::kForward ? Fp32Split::kExact
+                                                           : Fp32Split::kShort;
 
   // S = Q K^T
   static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
@@ -162,7 +167,6 @@ struct ForwardTraits {
   template <typename Q, typename = void>
   struct QkOf {  // streamed
     using Mma = EarlyStart<typename StreamedMmaOf<Arch, QkShape, QkWarpShape, Q::kStages, kAlignment>::Type>;
-    using ShortMma = Mma;
     using Operator = typename Mma::Operator;
     struct NoLoader {};
     using QueryLoader = NoLoader;
@@ -175,7 +179,6 @@ struct ForwardTraits {
     static constexpr int kStages = kTile / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
     using Product = ResidentMma<C, kStages, kQkAhead, kScoreSplit>;
-    using ShortProduct = ResidentMma<C, kStages, kQkAhead, kPvSplit>;
     using Operator = typename Product::Operator;
     template <typename ThreadMap>
     using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
@@ -185,7 +188,6 @@ struct ForwardTraits {
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<Q::kResident>> : LoadedQk<Q::kMaxK> {
     using Mma = typename LoadedQk<Q::kMaxK>::Product;
-    using ShortMma = typename LoadedQk<Q::kMaxK>::ShortProduct;
   };
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<!Q::kResident && Arch::kOwnStream>> : LoadedQk<kQkStep> {
@@ -195,13 +197,9 @@ struct ForwardTraits {
     using Compensated = CompensatedMma<AccCoord<typename Loaded::Operator::IteratorC>, typename Loaded::Product,
                                        typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
     using Mma = std::conditional_t<Q::kCompensated, Compensated, Plain>;
-    using ShortMma =
-        StreamedMma<typename Loaded::ShortProduct, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
   };
   static constexpr bool kLoadedStream = !Qk::kResident && Arch::kOwnStream;
   using QkMma = typename QkOf<Qk>::Mma;
-  using DpMma = typename QkOf<Qk>::ShortMma;  // backward: the other product of
-                                              // the same operands' shapes
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
