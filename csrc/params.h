@@ -18,10 +18,24 @@ constexpr int bytes_of(DType dtype) { return dtype == DType::kBool ? 1 : dtype =
 // What fp32 products may do. 16-bit inputs ignore it.
 enum class Math : int32_t { kIeee = 0, kTf32 = 1 };
 
-// Which corner the diagonal is anchored to. Query i sees key j when
-//   kTopLeft:     j <= i
-//   kBottomRight: j <= i + (N - M)       (N - M may be negative: the first M - N queries then see nothing)
-enum class Causal : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+// Which corner the diagonal is anchored to; with window_left and window_right: query i sees key j when
+//   -window_left <= j - (i + d) <= window_right      (a negative number: no limit on that side)
+//   kTopLeft: d = 0      kBottomRight: d = N - M, which may be negative      kNone: no limit at all
+enum class Anchor : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+
+// Sequences packed along the length of one batch entry (B = 1); M, N and the numbers of queries and keys count within
+// one. query_starts null: none, every batch entry is a sequence. All addresses are on the device; kernels read them when
+// they run, so lengths may change between replays of a CUDA graph. Starts do not fall.
+struct Sequences {
+  const int32_t* query_starts = nullptr;  // [count + 1], the last one is the end
+  const int32_t* key_starts = nullptr;    // [count + 1]; not read with pages
+  const int32_t* key_lengths = nullptr;   // [count]; null: up to the next start
+  const int32_t* block_tables = nullptr;  // [count, pages]; null: no pages. Key t is row table[t / size] * size + t % size
+  int64_t stride_table = 0;               // elements from one sequence's table to the next
+  int32_t page_size = 0;                  // keys, a multiple of 128 (the longest key tile)
+  int32_t count = 0;
+  bool own_bias = false;  // the bias' B, M and N are those of the sequences: it starts anew in each
+};
 
 // A read-only operand [B, M or N, G, heads_per_group, K or Kv]; the last stride is 1.
 struct TensorView {
@@ -82,7 +96,10 @@ struct ForwardParams {
   int32_t head_dim = 0;         // K >= 1
   int32_t value_dim = 0;        // Kv >= 1
   float scale = 1.f;            // any finite number, 0 and negative included
-  Causal causal = Causal::kNone;
+  Anchor anchor = Anchor::kNone;
+  int32_t window_left = -1;
+  int32_t window_right = -1;  // 0: causal
+  Sequences sequences;        // then batch = 1; queries and keys are the rows of the tensors, over all sequences
   Dropout dropout;
 };
 
@@ -98,7 +115,8 @@ struct GradView {
   int32_t splits = 1;
 };
 
-// Gradient of the bias, summed over the dimensions along which the bias is broadcast.
+// Gradient of the bias, summed over the dimensions along which the bias is broadcast. With sequences no dimension may be
+// (every sum_* is false), and only elements that some query and key of one sequence share are written.
 struct GradBiasView {
   void* data = nullptr;       // null: not wanted
   DType dtype = DType::kF32;  // of what is written: kF32 for partial sums
@@ -112,7 +130,7 @@ struct GradBiasView {
   int32_t splits = 1;
 };
 
-// Gradients of sum(out * grad_out). forward.lse holds the forward's log-sum-exp (not null); forward.out is not used.
+// Gradients of sum(out * grad_out). With sequences: no pages, key_starts that do not overlap. forward.lse holds the forward's log-sum-exp (not null); forward.out is not used.
 struct BackwardParams {
   ForwardParams forward;
   TensorView grad_out;           // [B, M, G, heads_per_group, Kv]
