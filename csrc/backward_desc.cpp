@@ -21,6 +21,21 @@ Status check_bias_gradient(const TensorDesc& gradient, const TensorDesc& bias) {
   return check_contiguous(gradient, "grad_bias");
 }
 
+// With sequences the gradient is summed over no dimension. The longest sequences, and so the size of a dimension 1 in a
+// bias of their own, the host does not know.
+Status check_full_bias(const TensorDesc& bias, const ForwardParams& f) {
+  const Sequences& sequences = f.sequences;
+  if (sequences.query_starts == nullptr) return {};
+  const int r = bias.rank;
+  bool full = sequences.own_bias ? bias.shape[0] == sequences.count
+                                 : bias.shape[r - 2] == f.queries && bias.shape[r - 1] == f.keys;
+  int64_t heads = 1;
+  for (int i = 1; i < r - 2; ++i) heads *= bias.shape[i];
+  full = full && heads == f.heads;
+  if (!full) return invalid("attn_bias is broadcast: with sequences expand it where its gradient is wanted");
+  return {};
+}
+
 GradView grad_view(const TensorDesc& t, const Canonical& c) {
   GradView view;
   view.data = t.data;
@@ -36,9 +51,10 @@ GradBiasView grad_bias_view(const TensorDesc& t, const ForwardParams& p) {
   view.data = t.data;
   view.dtype = DType(t.dtype);
   view.stride_b = stride_of(t, 0), view.stride_m = stride_of(t, r - 2), view.stride_n = stride_of(t, r - 1);
-  view.sum_b = t.shape[0] == 1 && p.batch > 1;
-  view.sum_m = t.shape[r - 2] == 1 && p.queries > 1;
-  view.sum_n = t.shape[r - 1] == 1 && p.keys > 1;
+  const bool sums = p.sequences.query_starts == nullptr;
+  view.sum_b = sums && t.shape[0] == 1 && p.batch > 1;
+  view.sum_m = sums && t.shape[r - 2] == 1 && p.queries > 1;
+  view.sum_n = sums && t.shape[r - 1] == 1 && p.keys > 1;
   if (r == 5) {
     view.stride_g = stride_of(t, 1), view.stride_h = stride_of(t, 2);
     view.sum_g = t.shape[1] == 1 && groups > 1;
@@ -55,9 +71,11 @@ GradBiasView grad_bias_view(const TensorDesc& t, const ForwardParams& p) {
 
 Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   *p = BackwardParams{};
-  const ForwardCall forward{a.query, a.key,   a.value, a.bias,   a.out,  a.lse,
-                            a.seed,  a.scale, a.p,     a.causal, a.tf32, a.variant};
+  const ForwardCall forward{a.query, a.key, a.value,  a.bias, a.out,     a.lse, a.seed,
+                            a.scale, a.p,   a.causal, a.tf32, a.variant, a.mask};
   if (Status s = make_operands(forward, &p->forward, r); !s.ok()) return s;
+  if (p->forward.sequences.block_tables != nullptr)
+    return {Code::kUnsupported, "the backward pass takes no pages: a page may serve several sequences"};
   if (!a.lse.has_value()) return invalid("lse is missing: the backward pass needs the forward's");
   if (Status s = check_operand(a.grad_out, "grad_out", a.query); !s.ok()) return s;
   if (Status s = check_shape(a.grad_out, "grad_out", a.out.shape, a.out.rank); !s.ok()) return s;
@@ -81,6 +99,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   }
   if (a.grad_bias.has_value()) {
     if (Status s = check_bias_gradient(a.grad_bias, a.bias); !s.ok()) return s;
+    if (Status s = check_full_bias(a.bias, p->forward); !s.ok()) return s;
     p->grad_bias = grad_bias_view(a.grad_bias, p->forward);
   }
   p->grad_out = view_of<TensorView>(a.grad_out, o);

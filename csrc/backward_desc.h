@@ -10,9 +10,10 @@ struct BackwardCall {
   TensorDesc grad_query, grad_key, grad_value, grad_bias;        // each may be left out: not wanted
   float scale = 1.f;
   double p = 0;
-  int32_t causal = 0;  // a Causal
+  int32_t causal = 0;  // an Anchor
   bool tf32 = false;
   std::string variant;
+  MaskCall mask;
 
   bool wants_any() const {
     return grad_query.has_value() || grad_key.has_value() || grad_value.has_value() || grad_bias.has_value();
@@ -22,7 +23,8 @@ struct BackwardCall {
 // As make_forward, but out, which no row reads (only delta.cu, which sees for itself), does not count for the
 // alignment. The gradients have the shape and dtype of their inputs and are contiguous; grad_out has out's shape and
 // any strides with last stride 1. Every gradient of params is the tensor itself with splits = 1, delta is null: what
-// backward_plan.h then changes.
+// backward_plan.h then changes. With sequences: no pages (kUnsupported), and a bias whose gradient is wanted is
+// broadcast over no dimension; its gradient is zero before the launch.
 Status make_backward(const BackwardCall& args, BackwardParams* params, Request* request);
 
 }  // namespace memeff

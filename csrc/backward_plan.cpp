@@ -98,10 +98,11 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
   const bool query = p.grad_query.data != nullptr, key = p.grad_key.data != nullptr;
   const bool value = p.grad_value.data != nullptr, bias = p.grad_bias.data != nullptr;
   if (!query && !key && !value && !bias) return plan;
-  Splits& s = plan.splits;
-  if (query) s.query = query_splits(row, p, sm_count);
-  if (key || value) s.key_value = key_value_splits(row, p, sm_count);
-  if (bias) s.bias = bias_splits(row, p, sm_count);
+  Splits& s = plan.splits;  // with sequences no loop is split: their lengths are on the device
+  const bool fixed = p.forward.sequences.query_starts == nullptr;
+  if (query && fixed) s.query = query_splits(row, p, sm_count);
+  if ((key || value) && fixed) s.key_value = key_value_splits(row, p, sm_count);
+  if (bias && fixed) s.bias = bias_splits(row, p, sm_count);
 
   plan.total = split_stride(p.forward.batch * p.forward.heads * p.forward.queries);
   const auto place = [&](bool wanted, int32_t splits, int64_t numel) {

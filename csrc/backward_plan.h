@@ -21,7 +21,7 @@ struct BackwardPlan {
   int64_t total = 0;                                // 0: no gradient is wanted
 };
 
-// params as make_backward fills it.
+// params as make_backward fills it. With sequences nothing is split.
 BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& params, int32_t sm_count);
 
 // Points delta and the split gradients of params into the workspace.

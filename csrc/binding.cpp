@@ -56,6 +56,23 @@ TensorDesc desc_of_scalars(py::handle scalars, int device) {
   return desc;
 }
 
+// None, or (window_left, window_right, query_starts, key_starts, key_lengths, block_tables, page_size,
+// bias_per_sequence); `describe` turns each of the tensors into a TensorDesc.
+template <typename Describe>
+MaskCall mask_of(py::handle mask, const Describe& describe) {
+  if (mask.is_none()) return {};
+  const auto fields = mask.cast<py::tuple>();
+  if (fields.size() != 8) throw py::value_error("mask has " + std::to_string(fields.size()) + " fields, not 8");
+  return {fields[0].cast<int64_t>(), fields[1].cast<int64_t>(), describe(fields[2]),       describe(fields[3]),
+          describe(fields[4]),       describe(fields[5]),       fields[6].cast<int64_t>(), fields[7].cast<bool>()};
+}
+
+MaskCall mask_of_tensors(py::handle mask) { return mask_of(mask, desc_of); }
+
+MaskCall mask_of_scalars(py::handle mask, int device) {
+  return mask_of(mask, [&](py::handle scalars) { return desc_of_scalars(scalars, device); });
+}
+
 py::object answer(const Status& status) {
   if (status.ok()) return py::none();
   return py::make_tuple(int(status.code), status.message);
@@ -70,12 +87,14 @@ using Handle = py::handle;
 template <size_t... I>
 void def_forward(py::module_& m, std::index_sequence<I...>) {
   m.def("forward", [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
-                      uintptr_t stream) {
-    return answer(run_forward({desc_of(tensors)..., scale, p, causal, tf32, std::move(variant)}, stream_of(stream)));
+                      py::handle mask, uintptr_t stream) {
+    const ForwardCall args{desc_of(tensors)..., scale, p, causal, tf32, std::move(variant), mask_of_tensors(mask)};
+    return answer(run_forward(args, stream_of(stream)));
   });
   m.def("forward_scalars", [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant,
-                              uintptr_t stream, int device) {
-    const ForwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant)};
+                              py::handle mask, uintptr_t stream, int device) {
+    const ForwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant),
+                           mask_of_scalars(mask, device)};
     return answer(run_forward(args, stream_of(stream)));
   });
 }
@@ -84,16 +103,17 @@ void def_forward(py::module_& m, std::index_sequence<I...>) {
 template <size_t... I>
 void def_backward(py::module_& m, std::index_sequence<I...>) {
   m.def("backward", [](Handle<I>... tensors, py::handle allocate, float scale, double p, int causal, bool tf32,
-                       std::string variant, uintptr_t stream) {
+                       std::string variant, py::handle mask, uintptr_t stream) {
     py::object workspace;  // alive until the launches are made
     const auto place = [&](int64_t elements) { return desc_of(workspace = allocate(elements)); };
-    return answer(
-        run_backward({desc_of(tensors)..., scale, p, causal, tf32, std::move(variant)}, place, stream_of(stream)));
+    const BackwardCall args{desc_of(tensors)..., scale, p, causal, tf32, std::move(variant), mask_of_tensors(mask)};
+    return answer(run_backward(args, place, stream_of(stream)));
   });
   m.def("backward_scalars", [](Handle<I>... scalars, py::handle allocate, float scale, double p, int causal, bool tf32,
-                               std::string variant, uintptr_t stream, int device) {
+                               std::string variant, py::handle mask, uintptr_t stream, int device) {
     const auto place = [&](int64_t elements) { return desc_of_scalars(allocate(elements), device); };
-    const BackwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant)};
+    const BackwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant),
+                            mask_of_scalars(mask, device)};
     return answer(run_backward(args, place, stream_of(stream)));
   });
 }

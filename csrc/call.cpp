@@ -25,7 +25,8 @@ struct Backward {
 Status prepare(const BackwardCall& a, Backward* b) {
   if (Status s = make_backward(a, &b->params, &b->request); !s.ok()) return s;
   if (Status s = check_devices({&a.query, &a.key, &a.value, &a.bias, &a.out, &a.lse, &a.seed, &a.grad_out,
-                                &a.grad_query, &a.grad_key, &a.grad_value, &a.grad_bias});
+                                &a.grad_query, &a.grad_key, &a.grad_value, &a.grad_bias, &a.mask.query_starts,
+                                &a.mask.key_starts, &a.mask.key_lengths, &a.mask.block_tables});
       !s.ok())
     return s;
   if (!a.wants_any()) return {};
@@ -80,7 +81,9 @@ Status run_forward(const ForwardCall& args, CUstream_st* stream) {
   ForwardParams params;
   Request request;
   if (Status s = make_forward(args, &params, &request); !s.ok()) return s;
-  if (Status s = check_devices({&args.query, &args.key, &args.value, &args.bias, &args.out, &args.lse, &args.seed});
+  const MaskCall& mask = args.mask;
+  if (Status s = check_devices({&args.query, &args.key, &args.value, &args.bias, &args.out, &args.lse, &args.seed,
+                                &mask.query_starts, &mask.key_starts, &mask.key_lengths, &mask.block_tables});
       !s.ok())
     return s;
   DeviceFacts facts;

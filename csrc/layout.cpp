@@ -17,7 +17,7 @@ Status invalid(std::string message) { return {Code::kInvalid, std::move(message)
 
 int64_t element_bytes(int32_t dtype) {
   if (dtype == kInt64) return 8;
-  return dtype == int32_t(DType::kF32) ? 4 : dtype == int32_t(DType::kBool) ? 1 : 2;
+  return dtype == int32_t(DType::kF32) || dtype == kInt32 ? 4 : dtype == int32_t(DType::kBool) ? 1 : 2;
 }
 
 int64_t stride_of(const TensorDesc& t, int dim) { return t.shape[dim] == 1 ? 0 : t.strides[dim]; }
@@ -98,6 +98,7 @@ TensorDesc from_dlpack(const dlpack::Tensor& t) {
     if (t.code == 2 && t.bits == 32) desc.dtype = int32_t(DType::kF32);
     if (t.code == 6 && t.bits == 8) desc.dtype = int32_t(DType::kBool);
     if (t.code == 0 && t.bits == 64) desc.dtype = kInt64;
+    if (t.code == 0 && t.bits == 32) desc.dtype = kInt32;
   }
   desc.device_type = t.device_type;
   desc.device = t.device_id;

@@ -5,18 +5,24 @@
 #include <limits>
 
 #include "layout.h"
+#include "mask_desc.h"
 
 namespace memeff {
 namespace {
 
 using std::to_string;
 
-Status check_bias(const TensorDesc& bias, const TensorDesc& query, int64_t keys) {
+Status check_bias(const TensorDesc& bias, const TensorDesc& query, int64_t keys, const Sequences& sequences) {
   // query [B, M, heads..., K] -> bias [B, heads..., M, N]
   int64_t expected[kMaxRank] = {query.shape[0]};
   for (int i = 2; i < query.rank - 1; ++i) expected[i - 1] = query.shape[i];
   expected[query.rank - 2] = query.shape[1];
   expected[query.rank - 1] = keys;
+  if (sequences.own_bias) {
+    expected[0] = sequences.count;
+    for (int i = query.rank - 2; i < query.rank && i < bias.rank; ++i)
+      expected[i] = std::max<int64_t>(bias.shape[i], 1);
+  }
   for (int i = 0; i < query.rank && i < bias.rank; ++i)
     if (bias.shape[i] == 1) expected[i] = 1;
   if (Status s = check_shape(bias, "attn_bias", expected, query.rank); !s.ok()) return s;
@@ -133,26 +139,26 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
   p->key = view_of<TensorView>(key, k);
   p->value = view_of<TensorView>(value, v);
   p->out = view_of<OutputView>(a.out, o);
-  if (a.bias.has_value()) {
-    if (Status s = check_bias(a.bias, query, N); !s.ok()) return s;
-    p->bias = bias_view(a.bias, q);
-  }
   if (a.lse.has_value())
     if (Status s = read_lse(a.lse, q, query.rank, &p->lse); !s.ok()) return s;
-  if (a.causal < 0 || a.causal > 2) return invalid("causal is " + to_string(a.causal) + ", not 0, 1 or 2");
   if (Status s = make_dropout(a.seed, a.p, &p->dropout); !s.ok()) return s;
   p->batch = q.b;
   p->queries = int32_t(M), p->keys = int32_t(N);
   p->heads = int32_t(heads), p->heads_per_group = int32_t(q.heads);
   p->head_dim = int32_t(K), p->value_dim = int32_t(Kv);
   p->scale = a.scale;
-  p->causal = Causal(a.causal);
+  if (Status s = make_mask(a.mask, a.causal, p); !s.ok()) return s;
+  if (a.bias.has_value()) {
+    if (Status s = check_bias(a.bias, query, N, p->sequences); !s.ok()) return s;
+    p->bias = bias_view(a.bias, q);
+  }
 
   // 16 elements: more than any row asks for.
   r->alignment = lowest_bit(alignment_bits(query, q) | alignment_bits(key, k) | alignment_bits(value, v) | 16);
   r->dtype = DType(query.dtype);
   r->math = a.tf32 ? Math::kTf32 : Math::kIeee;
   r->batch = q.b, r->queries = M, r->keys = N, r->heads = heads;
+  count_sequences(a.mask, p->sequences, r);
   r->head_dim = int32_t(K), r->value_dim = int32_t(Kv);
   r->has_bias = a.bias.has_value();
   r->dropout = a.seed.has_value();

@@ -40,10 +40,11 @@ constexpr int kMaxRank = 5;
 constexpr int32_t kCudaDevice = 2;     // DLPack's kDLCUDA
 constexpr int32_t kUnknownDType = -1;  // a dtype no kernel knows
 constexpr int32_t kInt64 = 4;          // no DType: seeds only
+constexpr int32_t kInt32 = 5;          // no DType: starts, lengths and pages only
 
 struct TensorDesc {
   void* data = nullptr;
-  int32_t dtype = kUnknownDType;  // a DType, kInt64 or kUnknownDType
+  int32_t dtype = kUnknownDType;  // a DType, kInt64, kInt32 or kUnknownDType
   int32_t device_type = kCudaDevice;
   int32_t device = 0;
   int32_t rank = 0;  // beyond kMaxRank: shape and strides are not filled
@@ -55,13 +56,26 @@ struct TensorDesc {
 
 TensorDesc from_dlpack(const dlpack::Tensor& tensor);
 
+// Who sees whom, beside `causal`: mask_desc.h checks it. The tensors are int32, contiguous, and may be left out.
+struct MaskCall {
+  int64_t window_left = -1;  // keys, -1: no limit; neither is read where causal is 0
+  int64_t window_right = 0;
+  TensorDesc query_starts;  // [count + 1]; left out: no sequences
+  TensorDesc key_starts;    // [count + 1]; left out exactly where there are pages
+  TensorDesc key_lengths;   // [count]; needed with pages
+  TensorDesc block_tables;  // [count, pages], any stride from one sequence's table to the next
+  int64_t page_size = 0;    // keys; 0 exactly where there are no pages
+  bool bias_per_sequence = false;
+};
+
 struct ForwardCall {
   TensorDesc query, key, value, bias, out, lse, seed;  // bias, lse and seed may be left out
   float scale = 1.f;
   double p = 0;        // probability to drop a weight; not 0 exactly where there is a seed
-  int32_t causal = 0;  // a Causal
+  int32_t causal = 0;  // an Anchor; the windows of mask limit both sides
   bool tf32 = false;
   std::string variant;
+  MaskCall mask;
 };
 
 // Checks shapes and dtypes (kInvalid with a short message) and fills params and what the request knows of
@@ -70,6 +84,8 @@ struct ForwardCall {
 //   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv.
 //   bias: [B|1, (G|1, H|1 | H|1,) M|1, N|1]; lse [(2,) B, 1, M] | [(2,) B, H, M] | [(2,) B, G, H, M],
 //   last stride 1; part 1 is what rounding took from part 0.
+//   With sequences B is 1; with bias_per_sequence the bias is [count|1, heads as above, longest M|1, longest N|1], of
+//   which the host cannot check M and N. The request then counts a batch entry for each sequence, of mean length.
 //   seed: int64 [2], {seed, offset}.
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request);
 

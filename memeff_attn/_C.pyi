@@ -34,8 +34,15 @@ class DeviceInfo(TypedDict):
     name: str
 
 # (address, dtype, shape, strides in elements); dtype: 0 float16, 1 bfloat16, 2 float32, 3 bool,
-# 4 int64
+# 4 int64, 5 int32
 Scalars = tuple[int, int, list[int] | tuple[int, ...], list[int] | tuple[int, ...]]
+
+# (window_left, window_right, query_starts, key_starts, key_lengths, block_tables, page_size,
+# bias_per_sequence), as the operators take them; None: causal says it all, there are no sequences.
+MaskTensors = tuple[int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, bool]
+MaskScalars = tuple[
+    int, int, Scalars | None, Scalars | None, Scalars | None, Scalars | None, int, bool
+]
 
 source_hash: str
 is_cuda_build: bool
@@ -56,9 +63,10 @@ def forward(
     seed: Tensor | None,  # int64 [2]: {seed, offset}; None exactly where p is 0
     scale: float,
     p: float,
-    causal: int,  # 0 none, 1 top-left, 2 bottom-right
+    causal: int,  # the anchor: 0 none, 1 top-left, 2 bottom-right
     tf32: bool,
     variant: str,
+    mask: MaskTensors | None,
     stream: int,  # a raw cudaStream_t
     /,
 ) -> tuple[int, str] | None: ...
@@ -75,6 +83,7 @@ def forward_scalars(
     causal: int,
     tf32: bool,
     variant: str,
+    mask: MaskScalars | None,
     stream: int,
     device: int,  # CUDA device index of all the tensors
     /,
@@ -103,6 +112,7 @@ def backward(
     causal: int,
     tf32: bool,
     variant: str,
+    mask: MaskTensors | None,
     stream: int,
     /,
 ) -> tuple[int, str] | None: ...
@@ -125,6 +135,7 @@ def backward_scalars(
     causal: int,
     tf32: bool,
     variant: str,
+    mask: MaskScalars | None,
     stream: int,
     device: int,
     /,

@@ -19,10 +19,11 @@ from .attn_bias import (
     LowerTriangularMask,
     bias_of_rank,
     is_plain,
-    split_bias,
+    mask_rule,
 )
 from .dropout import new_seed
 from .inputs import Inputs, check_inputs, check_numbers
+from .mask_arguments import lowered
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
@@ -51,8 +52,8 @@ def memory_efficient_attention(
         cast to the autocast dtype under torch.autocast (inputs that agree stay as they are) and
         refused elsewhere.
     Args:
-        attn_bias: None; LowerTriangularMask() (query i sees keys up to i);
-            LowerTriangularFromBottomRightMask() (up to i + N - M); or a tensor that broadcasts to
+        attn_bias: None; a mask of memeff_attn.attn_bias (LowerTriangularMask() and many more:
+            docs/masks.md; with sequences B is 1); or a tensor that broadcasts to
             [B, H, M, N] ([B, M, N] or [B, G, H, M, N] with the other layouts), of the query's dtype
             or float32 (added to the scores), or bool (True = visible). Fewer dimensions: [M, N],
             [1, M, N] and [B * H, M, N]. Scale does not touch it. It may be a Parameter; its
@@ -169,7 +170,7 @@ def memory_efficient_attention_backward(
     Source: csrc/chained/backward.h; interface of xFormers, and seed.
     """
     if not (attn_bias is None or isinstance(attn_bias, Tensor | AttentionBias)):
-        _refuse_mask(query, key, value, attn_bias, p, scale)
+        _refuse_mask(attn_bias)
     inputs = Inputs(query, key, value, attn_bias, p, scale)
     inputs.validate_inputs()
     if p != 0.0 and seed is None:
@@ -178,17 +179,20 @@ def memory_efficient_attention_backward(
     chosen = dispatch.resolve_bw_op(op)
     if chosen is not None:
         dispatch.ensure_op_takes(chosen, inputs)
-    if _on_cpu(query, attn_bias) and not is_plain(attn_bias):
+    if _on_cpu(query) and not is_plain(attn_bias):
         return masked.attention_backward(
             grad, output, lse, query, key, value, attn_bias, float(p), scale, state
         )
-    bias, causal = split_bias(attn_bias)
-    bias = None if bias is None else bias_of_rank(bias, query)
+    rule = mask_rule(attn_bias, query, key)
+    if rule.shared_keys:
+        raise NotImplementedError(dispatch.no_operator_text(inputs, backward=True))
+    key, value, bias, causal, mask = lowered(rule, query, key, value)
     tf32 = query.dtype == torch.float32 and dispatch.tf32_allowed()
     with torch.no_grad():
         grads = backward_op.backward(
             grad, query, key, value, bias, output, lse, inputs.scale_float, causal, tf32,
             [True, True, True, False], "" if chosen is None else chosen.VARIANT, float(p), state,
+            *(mask or ()),
         )  # fmt: skip
     return grads[0], grads[1], grads[2]
 
@@ -223,7 +227,9 @@ def _attention(
         elif type(attn_bias) is LowerTriangularFromBottomRightMask:
             causal = CAUSAL_BOTTOM_RIGHT
         else:
-            return _by_rule(query, key, value, attn_bias, p, scale, op, output_dtype, seed)
+            return _by_rule(
+                query, key, value, attn_bias, p, scale, op, output_dtype, need_lse, seed
+            )
     if mixed:
         query, key, value, bias = _cast_by_autocast(query, key, value, bias)
         dtype = query.dtype
@@ -270,11 +276,12 @@ def _by_rule(
     scale: float | None,
     op: Any,
     output_dtype: torch.dtype | None,
+    need_lse: bool,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Masks that no kernel takes yet: on the CPU."""
-    if not _on_cpu(query, attn_bias):
-        _refuse_mask(query, key, value, attn_bias, p, scale)
+    """Masks that are more than a tensor or one number."""
+    if not isinstance(attn_bias, AttentionBias):
+        _refuse_mask(attn_bias)
     inputs = Inputs(query, key, value, attn_bias, p, scale, output_dtype)
     named: list[Any] = [dispatch.resolve_op(op)]
     if isinstance(op, tuple):
@@ -284,17 +291,66 @@ def _by_rule(
     if output_dtype not in (None, query.dtype):
         inputs.validate_inputs()
         raise NotImplementedError(dispatch.no_operator_text(inputs))
-    if not query.dtype == key.dtype == value.dtype:
-        query, key, value, _ = _cast_by_autocast(query, key, value, None)
     p = _number("p", p) if isinstance(p, Tensor) else p
-    scale = None if scale is None else _number("scale", scale)
+    scale = inputs.scale_float if scale is None else _number("scale", scale)
+    check_numbers(p, scale)
+    if _on_cpu(query):
+        if not query.dtype == key.dtype == value.dtype:
+            query, key, value, _ = _cast_by_autocast(query, key, value, None)
+        state = _seed(p, seed, query)
+        out, lse = masked.attention(query, key, value, attn_bias, p, scale, state)
+        return out, lse.unsqueeze(0)
+    variants = ["" if chosen is None else chosen.VARIANT for chosen in (*named, None)]
+    return _by_operators(inputs, float(p), scale, (variants[0], variants[1]), need_lse, seed)
+
+
+def _by_operators(
+    inputs: Inputs,
+    p: float,
+    scale: float,
+    variants: tuple[str, str],
+    need_lse: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    rule = mask_rule(inputs.attn_bias, query, key)
+    bias, dtype = rule.bias, query.dtype
+    bias_dtype = dtype if bias is None else bias.dtype
+    if key.dtype != dtype or value.dtype != dtype or not _goes_with(dtype, bias_dtype):
+        query, key, value, bias = _cast_by_autocast(query, key, value, bias)
+        rule = rule.with_bias(bias)
+    asked = (
+        torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (query, key, value, bias))
+    ) or forward_ad._current_level >= 0
+    hidden = autograd.hidden()
+    if rule.shared_keys and (asked or hidden) and query.device.type != "cpu":
+        raise NotImplementedError(dispatch.no_operator_text(inputs, backward=True))
+    bias_grad = hidden or (asked and bias is not None and bias.requires_grad)
+    key, value, bias, causal, mask = lowered(rule, query, key, value, bias_grad)
     state = _seed(p, seed, query)
-    out, lse = masked.attention(query, key, value, attn_bias, p, scale, state)
-    return out, lse.unsqueeze(0)
+    tf32 = query.dtype == torch.float32 and dispatch.tf32_allowed()
+    direct = not asked and ops.goes_direct(query, key, value, bias)
+    if asked or (not direct and hidden):
+        return autograd.differentiable(
+            query, key, value, bias, scale, causal, tf32, *variants, p, state, *(mask or ())
+        )
+    arguments = query, key, value, bias, scale, causal, tf32, need_lse, variants[0], p, state
+    result: Any = (
+        ops.forward_cuda(*arguments, mask) if direct else ops.forward(*arguments, *(mask or ()))
+    )
+    out, lse = result
+    return out, lse
 
 
-def _on_cpu(query: Tensor, attn_bias: object) -> bool:
-    return query.device.type == "cpu" and isinstance(attn_bias, AttentionBias)
+def _on_cpu(query: Tensor) -> bool:
+    """Whether masks go to masked.py, which has a gradient of the log-sum-exp; graphs hold the
+    operators, for every device."""
+    return query.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _goes_with(query: torch.dtype, bias: torch.dtype) -> bool:
+    return bias in (query, torch.float32, torch.bool)
 
 
 def _refuse(
@@ -304,13 +360,7 @@ def _refuse(
     raise AssertionError("inputs that were refused are valid")
 
 
-def _refuse_mask(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: object, p: float, scale: float | None
-) -> None:
-    if isinstance(attn_bias, AttentionBias):
-        inputs = Inputs(query, key, value, attn_bias, p, scale)
-        inputs.validate_inputs()
-        raise NotImplementedError(dispatch.no_operator_text(inputs))
+def _refuse_mask(attn_bias: object) -> None:
     hint = f" Did you mean {attn_bias.__name__}()?" if isinstance(attn_bias, type) else ""
     raise ValueError(
         f"attn_bias must be None, a tensor, or a mask of memeff_attn.attn_bias, got "

@@ -52,7 +52,7 @@ from .seqlen import _GappySeqInfo, _PaddedSeqLenInfo, _SeqLenInfo
 from .seqlen import default_device as _get_default_bias_device
 from .tensor_bias import bias_of_rank, bias_shape
 
-# What the operator takes as `causal`; the values of `Causal` in csrc/params.h.
+# What the operator takes as `causal`; the values of `Anchor` in csrc/params.h.
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = (
     ANCHOR_NONE,
     ANCHOR_TOP_LEFT,
@@ -95,29 +95,10 @@ MASKS: tuple[type[AttentionBias], ...] = (
 )
 
 
-def is_plain(attn_bias: Tensor | AttentionBias | None) -> bool:
-    """Whether `split_bias` takes it."""
+def is_plain(attn_bias: Tensor | AttentionBias | MaskRule | None) -> bool:
+    """Whether it is a tensor or one number: what needs no `MaskRule`."""
     plain = LowerTriangularMask, LowerTriangularFromBottomRightMask
     return attn_bias is None or isinstance(attn_bias, Tensor) or type(attn_bias) in plain
-
-
-def split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[Tensor | None, int]:
-    """(additive or bool tensor, causal) of what today's operators take."""
-    if attn_bias is None or isinstance(attn_bias, Tensor):
-        return attn_bias, CAUSAL_NONE
-    if type(attn_bias) is LowerTriangularMask:
-        return None, CAUSAL_TOP_LEFT
-    if type(attn_bias) is LowerTriangularFromBottomRightMask:
-        return None, CAUSAL_BOTTOM_RIGHT
-    raise NotImplementedError(planned_text(type(attn_bias).__name__))
-
-
-def planned_text(name: str) -> str:
-    return (
-        f"no operator takes {name} yet: that comes with [masks] (issue 4). Today attn_bias may be "
-        "None, LowerTriangularMask(), LowerTriangularFromBottomRightMask() or a tensor (additive, "
-        "or bool with True = visible)."
-    )
 
 
 __all__ = [
@@ -164,7 +145,5 @@ __all__ = [
     "bias_shape",
     "is_plain",
     "mask_rule",
-    "planned_text",
-    "split_bias",
     "tensor_of",
 ]

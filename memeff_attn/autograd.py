@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import backward, ops
+from .mask_arguments import MaskArguments
 
-# Arguments of apply after attn_bias: none of them has a gradient.
+# Arguments of apply after attn_bias and before the mask's (MaskArguments, or none at all): none of
+# them has a gradient.
 _SETTINGS = 7
 
 
@@ -28,29 +30,36 @@ def _forward(
     backward_variant: str,
     p: float,
     seed: Tensor | None,
+    *mask: Any,
 ) -> tuple[Tensor, Tensor]:
     """Of the arguments of apply; with the log-sum-exp, which the backward pass needs."""
-    direct = ops.goes_direct(query, key, value, attn_bias)
-    call: Any = ops.forward_cuda if direct else ops.forward
+    call: Any = ops.forward
+    if ops.goes_direct(query, key, value, attn_bias):
+        call = ops.forward_cuda
+        if mask:
+            mask = (MaskArguments(*mask),)
     result: tuple[Tensor, Tensor] = call(
-        query, key, value, attn_bias, scale, causal, tf32, True, variant, p, seed
+        query, key, value, attn_bias, scale, causal, tf32, True, variant, p, seed, *mask
     )
     return result
 
 
 def _keep(ctx: Any, arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
     """What the backward pass needs of a call of apply."""
-    query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = arguments
-    ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed)
-    ctx.settings = scale, causal, tf32, backward_variant, p
+    settings, mask = arguments[: 4 + _SETTINGS], arguments[4 + _SETTINGS :]
+    query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = settings
+    ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed, *mask[2:6])
+    ctx.settings = scale, causal, tf32, backward_variant, p, mask[:2], mask[6:]
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None) -> Any:
+    query, key, value, attn_bias, out, lse, seed, *tensors = ctx.saved_tensors
+    scale, causal, tf32, variant, p, windows, rest = ctx.settings
+    mask: tuple[Any, ...] = (*windows, *tensors, *rest)
+    without = (None,) * (_SETTINGS + len(mask))
     if grad_out is None:
-        return (None,) * (4 + _SETTINGS)
-    query, key, value, attn_bias, out, lse, seed = ctx.saved_tensors
-    scale, causal, tf32, variant, p = ctx.settings
+        return (None, None, None, None, *without)
     needs = [bool(need) for need in ctx.needs_input_grad[:4]]
     call: Any = backward.backward
     if torch.compiler.is_compiling():
@@ -63,12 +72,13 @@ def _backward(ctx: Any, grad_out: Tensor | None) -> Any:
         and ops.goes_direct(query, key, value, attn_bias)
     ):
         call = backward.backward_cuda
+        mask = (MaskArguments(*mask),) if mask else ()
     grads = call(
         grad_out, query, key, value, attn_bias, out, lse, scale, causal, tf32, needs, variant, p,
-        seed,
+        seed, *mask,
     )  # fmt: skip
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return (*wanted, *(None,) * _SETTINGS)
+    return (*wanted, *without)
 
 
 class _Backward(torch.autograd.Function):

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from . import cpu, dispatch, ops
-from .inputs import check_gradient, check_inputs, lse_shape
+from .inputs import check_gradient, lse_shape
+from .mask_arguments import SCHEMA as MASK_SCHEMA
+from .mask_arguments import MaskArguments, check_call, mask_of, rule_of
 
 # grad_out: of out, any strides; out, lse: what forward gave, or part 0 of that lse; needs: of
-# query, key, value and attn_bias; the rest as in forward.
+# query, key, value and attn_bias; the rest as in forward. On CUDA there are no pages, and with
+# sequences a bias whose gradient is needed is broadcast over no dimension.
 _SCHEMA = (
     "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
     "Tensor out, Tensor lse, float scale, int causal, bool tf32, bool[] needs, str variant, "
-    "float p=0.0, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"float p=0.0, Tensor? seed=None, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 ops.library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 
@@ -56,15 +59,23 @@ def launcher() -> ops.Launch:
 
 
 def _allocate(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, needs: Sequence[bool]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    needs: Sequence[bool],
+    mask: MaskArguments | None = None,
 ) -> Wanted:
-    """Contiguous, of the input's shape; a bool bias has no gradient."""
+    """Contiguous, of the input's shape; a bool bias has no gradient. That of a bias over sequences
+    is zeros: kernels write what lies within a sequence."""
     grads: Wanted = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
         for x, need in zip((query, key, value), needs, strict=False)
     ]
     if needs[3] and attn_bias is not None and attn_bias.dtype != torch.bool:
-        grads.append(torch.empty_like(attn_bias, memory_format=torch.contiguous_format))
+        varlen = mask is not None and mask.query_starts is not None
+        make = torch.zeros_like if varlen else torch.empty_like
+        grads.append(make(attn_bias, memory_format=torch.contiguous_format))
     else:
         grads.append(None)
     return grads
@@ -111,13 +122,14 @@ def backward_cuda(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    mask: MaskArguments | None = None,
 ) -> Wanted:
     """The operator's work on plain CUDA tensors."""
-    wanted = _allocate(query, key, value, attn_bias, needs)
+    wanted = _allocate(query, key, value, attn_bias, needs, mask)
     if not variant and _FORCED in ops._environ:
         variant = ops.forced_variant(ops.FORCE_BACKWARD)
     given = aligned(grad_out), query, key, value, attn_bias, out, lse, seed
-    settings = scale, p, causal, tf32, variant
+    settings = scale, p, causal, tf32, variant, mask
     stream = ops.stream_of(query.get_device())
     failure = _launch(given, wanted, settings, stream)
     if failure is not None:
@@ -131,7 +143,7 @@ def _second_try(
     """Writes the gradients where no kernel or copies are all it takes; raises otherwise."""
     grad_out, query, key, value, attn_bias, out, lse, seed = given
     if failure[0] != ops.CUDA_ERROR:
-        check_inputs(query, key, value, attn_bias)
+        check_call(query, key, value, attn_bias, settings.mask)
         check_gradient(grad_out, out, lse, query, value)
         if 0 in out.shape or key.shape[1] == 0:  # no score, or no column of the output
             for grad in wanted:
@@ -157,11 +169,24 @@ def _backward_cuda(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
-    *rest: Any,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    needs: list[bool],
+    variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    *mask: Any,
     **named: Any,
 ) -> Gradients:
     inputs = query, key, value, attn_bias
-    return _all_tensors(backward_cuda(grad_out, *inputs, *rest, **named), inputs)
+    grads = backward_cuda(
+        grad_out, *inputs, out, lse, scale, causal, tf32, needs, variant, p, seed,
+        mask_of(mask, named),
+    )  # fmt: skip
+    return _all_tensors(grads, inputs)
 
 
 def _backward_cpu(
@@ -179,16 +204,19 @@ def _backward_cpu(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    *mask: Any,
+    **named: Any,
 ) -> Gradients:
-    inputs = query, key, value, attn_bias
-    check_inputs(*inputs)
+    inputs, given = (query, key, value, attn_bias), mask_of(mask, named)
+    check_call(*inputs, given)
     check_gradient(grad_out, out, lse, query, value)
     if query.dtype not in dispatch.DTYPES:
-        settings = ops.Settings(scale, p, causal, tf32, variant)
+        settings = ops.Settings(scale, p, causal, tf32, variant, given)
         raise ops.error_of((ops.UNSUPPORTED, ""), inputs, settings, backward=True)
     high = lse[0] if lse.dim() > len(lse_shape(query)) else lse
+    rule = None if given is None else rule_of(query, key, attn_bias, causal, given)
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        grads = cpu.backward(grad_out, *inputs, out, high, scale, causal, needs, p, seed)
+        grads = cpu.backward(grad_out, *inputs, out, high, scale, causal, needs, p, seed, rule)
     return _all_tensors(grads, inputs)
 
 
@@ -204,11 +232,14 @@ def _backward_fake(
     causal: int,
     tf32: bool,
     needs: list[bool],
-    *_: Any,
-    **__: Any,
+    variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    *mask: Any,
+    **named: Any,
 ) -> Gradients:
     inputs = query, key, value, attn_bias
-    check_inputs(*inputs)
+    check_call(*inputs, mask_of(mask, named))
     check_gradient(grad_out, out, lse, query, value)
     return _all_tensors(_allocate(*inputs, needs), inputs)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .attn_bias import CAUSAL_BOTTOM_RIGHT, CAUSAL_NONE, CAUSAL_TOP_LEFT
 from .inputs import lse_shape
+from .mask_rule import MaskRule
 from .reference import SCORES_PER_BLOCK, backward_blockwise, blockwise
 
 
@@ -115,8 +116,15 @@ def forward(
     causal: int,
     p: float = 0.0,
     seed: Tensor | None = None,
+    rule: MaskRule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of validated inputs; out contiguous in the query's layout, lse contiguous fp32."""
+    """(out, lse) of validated inputs; out contiguous in the query's layout, lse contiguous fp32.
+
+    rule: what attn_bias and causal do not say: windows and sequences.
+    """
+    if rule is not None:
+        dtypes = torch.float32, query.dtype
+        return blockwise(query, key, value, rule, scale, *dtypes, p=p, seed=seed)
     path, _ = route(query, key, value, attn_bias, scale, causal, p)
     if path == "flash":
         return _flash(query, key, value, attn_bias, scale, effective_causal(query, key, causal))
@@ -137,18 +145,21 @@ def backward(
     needs: Sequence[bool],
     p: float = 0.0,
     seed: Tensor | None = None,
+    rule: MaskRule | None = None,
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and bias, where needed: contiguous, of their input's dtype,
     summed in fp32 and rounded once."""
     settings = scale, causal, p, needs[3]
     path, _ = backward_route(query, key, value, attn_bias, *settings)
+    path = path if rule is None else "blockwise"
     if path == "flash" and bool(lse.abs().amax() < _LARGEST_LSE):  # NaN and inf compare false
-        rule = effective_causal(query, key, causal)
-        found = _flash_backward(grad_out, query, key, value, attn_bias, out, lse, scale, rule)
+        simple = effective_causal(query, key, causal)
+        found = _flash_backward(grad_out, query, key, value, attn_bias, out, lse, scale, simple)
         return [x if n else None for x, n in zip((*found, None), needs, strict=True)]
     inputs = query, key, value, attn_bias
+    mask, number = (attn_bias, causal) if rule is None else (rule, None)
     grads = backward_blockwise(
-        grad_out, *inputs, scale, torch.float32, causal, p, seed, out, lse, needs
+        grad_out, query, key, value, mask, scale, torch.float32, number, p, seed, out, lse, needs
     )
     return [
         None if grad is None or x is None else grad.to(x.dtype)

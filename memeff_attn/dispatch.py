@@ -22,14 +22,12 @@ from . import cpu
 from .attn_bias import (
     MASKS,
     AttentionBias,
-    LowerTriangularFromBottomRightMask,
-    LowerTriangularMask,
-    bias_of_rank,
+    MaskRule,
     is_plain,
     mask_rule,
-    split_bias,
 )
 from .inputs import Inputs as Inputs  # public here, as in xFormers
+from .mask_arguments import is_copied, sizes_of
 
 NoneType: type = type(None)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -87,8 +85,7 @@ class AttentionOpBase:
     SUPPORTED_ATTN_BIAS_TYPES: ClassVar[tuple[type, ...]] = (
         NoneType,
         Tensor,
-        LowerTriangularMask,
-        LowerTriangularFromBottomRightMask,
+        *MASKS,
     )
     SUPPORTS_DROPOUT: ClassVar[bool] = True
     SUPPORTS_CUSTOM_SCALE: ClassVar[bool] = True
@@ -115,6 +112,10 @@ class AttentionOpBase:
         return []
 
     @classmethod
+    def _mask_reasons(cls, d: Inputs) -> list[str]:
+        return []
+
+    @classmethod
     def not_supported_reasons(cls, d: Inputs) -> list[str]:
         """Every reason against these (legal) inputs; empty where the operator takes them."""
         found = []
@@ -127,10 +128,11 @@ class AttentionOpBase:
                 f"{', '.join(sorted(map(str, cls.SUPPORTED_DTYPES)))}"
             )
         bias = d.attn_bias
-        if type(bias) not in cls.SUPPORTED_ATTN_BIAS_TYPES and not isinstance(bias, Tensor):
-            found.append(
-                f"attn_bias is {type(bias).__name__}: that mask comes with [masks] (issue 4)"
-            )
+        known = type(bias) in cls.SUPPORTED_ATTN_BIAS_TYPES or isinstance(bias, Tensor | MaskRule)
+        if known:
+            found += cls._mask_reasons(d)
+        else:
+            found.append(f"attn_bias is {type(bias).__name__}, which is none of attn_bias.MASKS")
         if d.p != 0.0 and not cls.SUPPORTS_DROPOUT:
             found.append(f"p is {d.p}: it has no dropout")
         if d.output_dtype not in (None, d.query.dtype) and not cls.SUPPORTS_OUTPUT_DTYPE:
@@ -160,7 +162,6 @@ class CpuFwOp(AttentionFwOpBase):
 
     NAME = "cpu"
     SUPPORTED_DEVICES = frozenset({"cpu"})
-    SUPPORTED_ATTN_BIAS_TYPES = (NoneType, Tensor, *MASKS)
 
 
 class CpuBwOp(AttentionBwOpBase):
@@ -168,7 +169,6 @@ class CpuBwOp(AttentionBwOpBase):
 
     NAME = "cpu_bwd"
     SUPPORTED_DEVICES = frozenset({"cpu"})
-    SUPPORTED_ATTN_BIAS_TYPES = (NoneType, Tensor, *MASKS)
 
 
 class _Chained(AttentionOpBase):
@@ -179,8 +179,13 @@ class _Chained(AttentionOpBase):
         return not cuda_missing()
 
     @classmethod
+    def _inherent_reasons(cls, d: Inputs) -> list[str]:
+        """What stands against it in any build, on any GPU."""
+        return super().not_supported_reasons(d)
+
+    @classmethod
     def not_supported_reasons(cls, d: Inputs) -> list[str]:
-        found = super().not_supported_reasons(d)
+        found = cls._inherent_reasons(d)
         missing = cuda_missing()
         if missing:
             return [*found, missing]
@@ -205,6 +210,15 @@ class ChainedBwOp(_Chained, AttentionBwOpBase):
     """Its gradients, with the scores computed again: no atomics, the same bits in every run."""
 
     NAME = "chained_bwd"
+
+    @classmethod
+    def _mask_reasons(cls, d: Inputs) -> list[str]:
+        if is_plain(d.attn_bias) or not mask_rule(d.attn_bias, d.query, d.key).shared_keys:
+            return []
+        return [
+            "sequences share rows of key and value (pages, or gappy keys that overlap or are out "
+            "of order): it has no gradient for these; the CPU has one, torch.no_grad() needs none"
+        ]
 
 
 ALL_FW_OPS: list[type[AttentionFwOpBase]] = [ChainedFwOp, CpuFwOp]
@@ -352,24 +366,24 @@ def request_of(
         x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
         for x in (d.query, d.key, d.value)
     )
-    bits = (
-        16 | _alignment(query) | _alignment(key) | _alignment(value)
-    )  # 16: more than any kernel asks for
+    rule = mask_rule(d.attn_bias, query, key)
+    bits = 16 | _alignment(query)  # 16: more than any kernel asks for
+    for x in (key, value):
+        bits |= x.shape[-1] if is_copied(rule) else _alignment(x)
+    bias = rule.bias
     return {
         **gpu,
         "dtype": _DTYPE_NAMES[query.dtype],
         "math": "tf32" if query.dtype == torch.float32 and tf32_allowed() else "ieee",
-        "B": query.shape[0],
-        "M": query.shape[1],
-        "N": key.shape[1],
+        **sizes_of(rule, query, key),
         "H": math.prod(query.shape[2:-1]),
         "K": query.shape[-1],
         "Kv": value.shape[-1],
         "alignment": bits & -bits,
-        "has_bias": isinstance(d.attn_bias, Tensor),
+        "has_bias": bias is not None,
         "pass": which,
         "dropout": d.p > 0.0,
-        "bias_grad": isinstance(d.attn_bias, Tensor) and d.attn_bias.requires_grad,
+        "bias_grad": bias is not None and bias.requires_grad,
         "variant": name,
     }
 
@@ -414,12 +428,10 @@ def explain(
         device = query.device
     if str(device).startswith("cpu"):
         return _explain_cpu(inputs, chosen, backward)
-    gpu_op: type[AttentionOpBase] = ChainedBwOp if backward else ChainedFwOp
+    gpu_op: type[_Chained] = ChainedBwOp if backward else ChainedFwOp
     here = str(device).startswith("cuda")
     missing = native()[1]
-    reasons = [
-        r for r in AttentionOpBase.not_supported_reasons(inputs) if not r.startswith("device is")
-    ]
+    reasons = [r for r in gpu_op._inherent_reasons(inputs) if not r.startswith("device is")]
     if chosen is not None and not issubclass(chosen, gpu_op):
         reasons.append(f"op={chosen.NAME} does not run on a GPU")
     if missing or reasons:
@@ -448,11 +460,10 @@ def _explain_cpu(d: Inputs, chosen: type[AttentionOpBase] | None, backward: bool
 
 def _cpu_route(d: Inputs, backward: bool) -> tuple[str, str]:
     """("flash" or "blockwise", why)."""
-    if not is_plain(d.attn_bias):
-        mask_rule(d.attn_bias, d.query, d.key)
+    rule = mask_rule(d.attn_bias, d.query, d.key)
+    bias, causal = rule.bias, rule.causal
+    if causal is None or not is_plain(d.attn_bias):
         return "blockwise", "PyTorch's flash kernel knows no such mask"
-    bias, causal = split_bias(d.attn_bias)
-    bias = None if bias is None else bias_of_rank(bias, d.query)
     settings = d.query, d.key, d.value, bias, d.scale_float, causal, d.p
     if backward:
         return cpu.backward_route(*settings, bias is not None and bias.requires_grad)

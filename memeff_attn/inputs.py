@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attn_bias import AttentionBias, bias_of_rank, bias_shape
+from .attn_bias import AttentionBias, MaskRule, bias_of_rank, bias_shape
 
 LAYOUTS = "[B, M, K], [B, M, H, K] or [B, M, G, H, K]"
 
@@ -32,9 +32,11 @@ def two_part_lse_shape(query: Tensor) -> tuple[int, ...]:
     return (2, *lse_shape(query))
 
 
-def describe(name: str, x: Tensor | AttentionBias | None) -> str:
+def describe(name: str, x: Tensor | AttentionBias | MaskRule | None) -> str:
     if isinstance(x, Tensor):
         return f"{name}: shape {tuple(x.shape)}, strides {tuple(x.stride())}, {x.dtype}, {x.device}"
+    if isinstance(x, MaskRule):
+        return f"{name}: {x}"
     return f"{name}: {'None' if x is None else type(x).__name__}"
 
 
@@ -45,7 +47,7 @@ class Inputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_bias: Tensor | AttentionBias | None = None
+    attn_bias: Tensor | AttentionBias | MaskRule | None = None
     p: float = 0.0
     scale: float | None = None
     output_dtype: torch.dtype | None = None

@@ -6,7 +6,6 @@ None, a tensor, a mask object --mask_rule--> MaskRule: a window, sequences, a te
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +44,8 @@ class MaskRule:
         block_tables[s, t // page_size] * page_size + t % page_size of dimension 1. Entries behind
         the last key are not to be read.
     page_size: keys of a page, 0 without pages.
-    shared_keys: whether a row of key and value may belong to more than one sequence.
+    shared_keys: whether a row of key and value may belong to more than one sequence, or the
+        sequences' rows do not lie in their order: gradients have no place of their own then.
     sequences, max_queries, max_keys: their number and the longest ones, in Python: no wait for the
         device. Without sequences: B, M, N.
 
@@ -84,6 +84,18 @@ class MaskRule:
         if self.varlen or self.left != UNLIMITED or self.right not in (UNLIMITED, 0):
             return None
         return self.anchor
+
+    def __str__(self) -> str:
+        """Without a look at the device."""
+        text = f"anchor {self.anchor}, window {self.left} and {self.right}"
+        if self.varlen:
+            text += f", {self.sequences} sequences"
+        if self.page_size:
+            text += f", pages of {self.page_size}"
+        if self.bias is not None:
+            own = " within each sequence" if self.bias_per_sequence else ""
+            text += f", bias {self.bias.dtype} {tuple(self.bias.shape)}{own}"
+        return f"MaskRule({text})"
 
     def with_bias(self, bias: Tensor | None) -> MaskRule:
         """This rule with another tensor of the same shape, or none."""
@@ -224,10 +236,11 @@ def _paged(rule: MaskRule, mask: PagedMask) -> MaskRule:
 
 
 def _share_rows(mask: SequenceMask) -> bool:
-    """Pages may be in two tables; gappy sequences may overlap; others have rows of their own."""
+    """Pages may be in two tables; gappy sequences may overlap or lie in any order; others have rows
+    of their own, one after the other."""
     if isinstance(mask, PagedMask):
         return True
     if not isinstance(mask.k_seqinfo, _GappySeqInfo):
         return False
-    spans = sorted(span for span in mask.k_seqinfo.intervals() if span[0] < span[1])
-    return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
+    ends = (last for _, last in mask.k_seqinfo.intervals())
+    return any(e > s for e, s in zip(ends, mask.k_seqinfo.seqstart_py[1:], strict=False))

@@ -12,7 +12,7 @@ from torch import Tensor
 Self = TypeVar("Self", bound="AttentionBias")
 
 # From where a rule counts its diagonal. The first three are also what the operator takes as
-# `causal`; the values of `Causal` in csrc/params.h.
+# `causal`; the values of `Anchor` in csrc/params.h.
 ANCHOR_NONE, ANCHOR_TOP_LEFT, ANCHOR_BOTTOM_RIGHT = 0, 1, 2
 UNLIMITED = -1
 

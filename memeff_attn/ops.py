@@ -24,14 +24,19 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
 )
-from .inputs import Inputs, check_inputs, two_part_lse_shape
+from .inputs import Inputs, two_part_lse_shape
+from .mask_arguments import SCHEMA as MASK_SCHEMA
+from .mask_arguments import MaskArguments, check_call, mask_of, rule_of
+from .mask_rule import MaskRule
 
 # attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant:
-# "" or a kernel's name; seed: {seed, offset} (dropout.py), given exactly where p > 0. Returns out
-# and the log-sum-exp in two parts (two_part_lse_shape; [0] where need_lse is false).
+# "" or a kernel's name; seed: {seed, offset} (dropout.py), given exactly where p > 0; windows and
+# sequences: mask_arguments.py. Returns out and the log-sum-exp in two parts (two_part_lse_shape;
+# [0] where need_lse is false).
 _SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, "
-    "bool tf32, bool need_lse, str variant, float p=0.0, Tensor? seed=None) -> (Tensor, Tensor)"
+    "bool tf32, bool need_lse, str variant, float p=0.0, Tensor? seed=None, "
+    f"{MASK_SCHEMA}) -> (Tensor, Tensor)"
 )
 
 library: Any = torch.library.Library("memeff_attn", "DEF")  # type: ignore[no-untyped-call]
@@ -51,6 +56,7 @@ class Settings(NamedTuple):
     causal: int
     tf32: bool
     variant: str
+    mask: MaskArguments | None = None
 
 
 # os.environ.get costs 0.6 us a call, more than a tenth of the whole path; its own dictionary 0.05.
@@ -64,6 +70,7 @@ _scalar_codes = {
     torch.float32: 2,
     torch.bool: 3,
     torch.int64: 4,
+    torch.int32: 5,
 }  # DType of csrc/params.h
 
 
@@ -114,14 +121,19 @@ def numbers(x: Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...
 
 
 def by_scalars(function: Launch, tensors: int) -> Launch:
-    """The function that takes the first arguments, `tensors` of them, by their numbers."""
+    """The function that takes the first arguments, `tensors` of them, by their numbers, and those
+    of the mask, the last argument but one."""
 
     def launch(*args: Any) -> Failure | None:
-        given = [x for x in args[:tensors] if x is not None]
+        *settings, mask, stream = args[tensors:]
+        of_mask = () if mask is None else mask.tensors
+        given = [x for x in (*args[:tensors], *of_mask) if x is not None]
         if any(x.device != given[0].device for x in given):
             return INVALID, "the tensors are on different devices"
+        if mask is not None:
+            mask = (*mask[:2], *map(numbers, of_mask), *mask[6:])
         described = map(numbers, args[:tensors])
-        return function(*described, *args[tensors:], given[0].get_device())
+        return function(*described, *settings, mask, stream, given[0].get_device())
 
     return launch
 
@@ -130,8 +142,25 @@ def stream_of(index: int) -> int:
     return _current_stream(index) if _current_stream is not None else 0
 
 
-def _forward_cuda(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    out, lse = forward_cuda(*arguments, **named)
+def _forward_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    scale: float,
+    causal: int,
+    tf32: bool,
+    need_lse: bool,
+    variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    *mask: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor]:
+    given = mask_of(mask, named)
+    out, lse = forward_cuda(
+        query, key, value, attn_bias, scale, causal, tf32, need_lse, variant, p, seed, given
+    )
     return out, out.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
@@ -147,6 +176,7 @@ def forward_cuda(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    mask: MaskArguments | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator's work on plain CUDA tensors; lse is None unless needed."""
     shape = query.shape
@@ -160,10 +190,10 @@ def forward_cuda(
         variant = forced_variant()
     stream = stream_of(query.get_device())
     failure = _launch(
-        query, key, value, attn_bias, out, lse, seed, scale, p, causal, tf32, variant, stream
+        query, key, value, attn_bias, out, lse, seed, scale, p, causal, tf32, variant, mask, stream
     )
     if failure is not None:
-        settings = Settings(scale, p, causal, tf32, variant)
+        settings = Settings(scale, p, causal, tf32, variant, mask)
         _second_try(failure, (query, key, value, attn_bias), out, lse, seed, settings, stream)
     return out, lse
 
@@ -208,7 +238,7 @@ def _second_try(
     """Writes the result where no kernel or one copy is all it takes; raises otherwise."""
     if failure[0] != CUDA_ERROR:
         query, key, value, attn_bias = inputs
-        check_inputs(*inputs)
+        check_call(*inputs, settings.mask)
         if query.dtype not in dispatch.DTYPES:
             raise error_of((UNSUPPORTED, ""), inputs, settings)
         if 0 in query.shape[:-1] or key.shape[1] == 0:  # B, M, H or N is 0
@@ -241,9 +271,12 @@ def error_of(
 ) -> Exception:
     """The exception that a refusal of the compiled code becomes."""
     code, message = failure
-    scale, p, causal, _, variant = settings
-    mask: Tensor | AttentionBias | None = operands[3]
-    if causal == CAUSAL_TOP_LEFT:
+    scale, p, causal, _, variant, given = settings
+    query, key, _, attn_bias = operands
+    mask: Tensor | AttentionBias | MaskRule | None = attn_bias
+    if given is not None:
+        mask = rule_of(query, key, attn_bias, causal, given)
+    elif causal == CAUSAL_TOP_LEFT:
         mask = LowerTriangularMask()
     elif causal == CAUSAL_BOTTOM_RIGHT:
         mask = LowerTriangularFromBottomRightMask()
@@ -274,13 +307,17 @@ def _forward_cpu(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    *mask: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    inputs = query, key, value, attn_bias
-    check_inputs(*inputs)
+    inputs, given = (query, key, value, attn_bias), mask_of(mask, named)
+    check_call(*inputs, given)
     if query.dtype not in dispatch.DTYPES:
-        raise error_of((UNSUPPORTED, ""), inputs, Settings(scale, p, causal, tf32, variant))
+        settings = Settings(scale, p, causal, tf32, variant, given)
+        raise error_of((UNSUPPORTED, ""), inputs, settings)
+    rule = None if given is None else rule_of(query, key, attn_bias, causal, given)
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        out, lse = cpu.forward(*inputs, scale, causal, p, seed)
+        out, lse = cpu.forward(*inputs, scale, causal, p, seed, rule)
     if not need_lse:
         return out, query.new_empty((0,), dtype=torch.float32)
     both = lse.new_zeros(two_part_lse_shape(query))  # no low part: cpu.backward needs none
@@ -297,10 +334,13 @@ def _forward_fake(
     causal: int,
     tf32: bool,
     need_lse: bool,
-    *_: Any,
-    **__: Any,
+    variant: str,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    *mask: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(query, key, value, attn_bias)
+    check_call(query, key, value, attn_bias, mask_of(mask, named))
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     shape = two_part_lse_shape(query) if need_lse else (0,)
     return out, query.new_empty(shape, dtype=torch.float32)

@@ -14,6 +14,7 @@ import memeff_attn
 from memeff_attn import backward, cpu, dispatch, ops
 from memeff_attn.dispatch import ChainedBwOp
 from memeff_attn.inputs import two_part_lse_shape
+from memeff_attn.mask_arguments import rule_of
 
 attention = memeff_attn.memory_efficient_attention
 NAMES = (
@@ -43,20 +44,23 @@ class Module:
         return self.failure
 
     def backward(self, *arguments: Any) -> ops.Failure | None:
-        assert len(arguments) == 19
+        assert len(arguments) == 20
         call = dict(zip(NAMES, arguments, strict=False))
-        allocate, scale, p, causal, _tf32, variant, stream = arguments[12:]
+        allocate, scale, p, causal, _tf32, variant, mask, stream = arguments[12:]
         if failure := self.refusal(call):
             self.refused += 1
             return failure
         workspace = allocate(self.workspace) if self.workspace else None
-        call |= {"workspace": workspace, "variant": variant, "p": p, "stream": stream}
+        call |= {"workspace": workspace, "variant": variant, "p": p, "mask": mask, "stream": stream}
         self.calls.append(call)
         query, lse = call["query"], call["lse"]
         assert lse.shape == two_part_lse_shape(query) and lse.is_contiguous()
         needs = [call[name] is not None for name in NAMES[8:]]
         given = [call[name] for name in NAMES[:6]]
-        grads = cpu.backward(*given, lse[0], scale, causal, needs, p, call["seed"])
+        rule = None
+        if mask is not None:
+            rule = rule_of(query, call["key"], call["bias"], causal, mask)
+        grads = cpu.backward(*given, lse[0], scale, causal, needs, p, call["seed"], rule)
         for name, grad in zip(NAMES[8:], grads, strict=True):
             if grad is not None:
                 assert call[name].is_contiguous() and call[name].shape == grad.shape
@@ -234,7 +238,7 @@ def test_scalars_where_torch_has_no_exchange(monkeypatch: pytest.MonkeyPatch) ->
         is_cuda_build = True
 
         def backward_scalars(self, *arguments: Any) -> ops.Failure | None:
-            assert len(arguments) == 20 and arguments[-1] == -1
+            assert len(arguments) == 21 and arguments[-1] == -1
             assert arguments[4] is None and arguments[1] == ops.numbers(inputs[0])
             seen.append(arguments[12](40))
             return None

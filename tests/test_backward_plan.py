@@ -61,7 +61,7 @@ def unasked(elements: int) -> Any:
 def answer(given: dict[str, Any]) -> Any:
     """What backward answers, by tensors and by scalars."""
     tensors = [given.get(name) for name in TENSORS]
-    rest = (1.0, given.get("p", 0.0), 0, False, given.get("variant", ""), 0)
+    rest = (1.0, given.get("p", 0.0), 0, False, given.get("variant", ""), None, 0)
     said = _C.backward(*tensors, unasked, *rest)
     assert _C.backward_scalars(*map(scalars, tensors), unasked, *rest, -1) == said
     return said
@@ -142,7 +142,7 @@ def test_the_workspace_is_checked() -> None:
     """Asked for once, on the tensors' device; what allocate raises is raised."""
     given = arguments()
     tensors = [t if t is None else t.cuda() for t in map(given.get, TENSORS)]
-    rest = (1.0, 0.0, 0, False, "", torch.cuda.current_stream().cuda_stream)
+    rest = (1.0, 0.0, 0, False, "", None, torch.cuda.current_stream().cuda_stream)
     asked: list[int] = []
 
     def refusal(make: Any) -> str:

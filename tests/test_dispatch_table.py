@@ -268,7 +268,7 @@ def call(
     if out is None:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     tensors = (q, k, v, bias, out, lse, kw.get("seed"))
-    rest = (1.0, kw.get("p", 0.0), kw.get("causal", 0), False, kw.get("variant", ""), 0)
+    rest = (1.0, kw.get("p", 0.0), kw.get("causal", 0), False, kw.get("variant", ""), None, 0)
     answer = _C.forward(*tensors, *rest)
     assert _C.forward_scalars(*map(scalars, tensors), *rest, -1) == answer
     return answer
@@ -381,7 +381,7 @@ def test_invalid_inputs_are_named(arguments: dict[str, Any], message: str) -> No
 
 def test_an_object_that_is_no_tensor_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="__dlpack_c_exchange_api__"):
-        _C.forward(1, 2, 3, None, 4, None, None, 1.0, 0.0, 0, False, "", 0)
+        _C.forward(1, 2, 3, None, 4, None, None, 1.0, 0.0, 0, False, "", None, 0)
 
 
 def test_the_module_loads_without_torch_and_without_a_cuda_driver() -> None:

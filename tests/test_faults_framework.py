@@ -362,7 +362,7 @@ def test_binding_reads_the_same_both_ways(device: str) -> None:
         (query[0], key, value, None, out, lse),
     ]
     for arguments in wrong:
-        rest = (None, 0.125, 0.0, TOP_LEFT, False, "", stream)
+        rest = (None, 0.125, 0.0, TOP_LEFT, False, "", None, stream)
         by_dlpack = _C.forward(*arguments, *rest)
         by_scalars = _C.forward_scalars(*(scalars(x) for x in arguments), *rest, index)
         assert by_dlpack == by_scalars

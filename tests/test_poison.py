@@ -159,7 +159,7 @@ def launch(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     stream = torch.cuda.current_stream().cuda_stream
     tensors = (query, key, value, bias, out, lse, seed)
-    return _C.forward(*tensors, scale, p, causal, tf32, variant, stream)
+    return _C.forward(*tensors, scale, p, causal, tf32, variant, None, stream)
 
 
 @pytest.mark.gpu
@@ -265,7 +265,7 @@ class BackwardLaunch:
             return spaces[-1].inner
 
         stream = torch.cuda.current_stream().cuda_stream
-        failed = _C.backward(*given, allocate, *numbers, stream)
+        failed = _C.backward(*given, allocate, *numbers, None, stream)
         checker.that(f"{label}: {failed}", failed is None)
         for name, x in zip(gradients.NAMES, flat, strict=False):
             x.check(checker, f"{label} d{name}")
