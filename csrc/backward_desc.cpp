@@ -21,6 +21,15 @@ Status check_bias_gradient(const TensorDesc& gradient, const TensorDesc& bias) {
   return check_contiguous(gradient, "grad_bias");
 }
 
+Status read_delta(const TensorDesc& delta, const TensorDesc& lse, int query_rank, BackwardParams* p) {
+  if (!delta.has_value()) return {};
+  const int rank = query_rank == 5 ? 4 : 3;  // of an lse without a dimension for its parts
+  if (delta.dtype != int32_t(DType::kF32)) return invalid("delta is not float32");
+  if (Status s = check_shape(delta, "delta", lse.shape + (lse.rank - rank), rank); !s.ok()) return s;
+  p->delta = static_cast<const float*>(delta.data);
+  return check_contiguous(delta, "delta");
+}
+
 // With sequences the gradient is summed over no dimension. The longest sequences, and so the size of a dimension 1 in a
 // bias of their own, the host does not know.
 Status check_full_bias(const TensorDesc& bias, const ForwardParams& f) {
@@ -77,6 +86,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   if (p->forward.sequences.block_tables != nullptr)
     return {Code::kUnsupported, "the backward pass takes no pages: a page may serve several sequences"};
   if (!a.lse.has_value()) return invalid("lse is missing: the backward pass needs the forward's");
+  if (Status s = read_delta(a.delta, a.lse, a.query.rank, p); !s.ok()) return s;
   if (Status s = check_operand(a.grad_out, "grad_out", a.query); !s.ok()) return s;
   if (Status s = check_shape(a.grad_out, "grad_out", a.out.shape, a.out.rank); !s.ok()) return s;
   const struct {

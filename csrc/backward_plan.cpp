@@ -118,7 +118,7 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
 }
 
 void use_workspace(const BackwardPlan& plan, float* workspace, BackwardParams* p) {
-  p->delta = workspace;
+  if (p->delta == nullptr) p->delta = workspace;
   split(&p->grad_query, plan.splits.query, workspace + plan.query, grad_query_numel(*p));
   split(&p->grad_key, plan.splits.key_value, workspace + plan.key, grad_key_numel(*p));
   split(&p->grad_value, plan.splits.key_value, workspace + plan.value, grad_value_numel(*p));

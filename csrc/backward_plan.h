@@ -24,7 +24,7 @@ struct BackwardPlan {
 // params as make_backward fills it. With sequences nothing is split.
 BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& params, int32_t sm_count);
 
-// Points delta and the split gradients of params into the workspace.
+// Points delta, where it is null, and the split gradients of params into the workspace.
 void use_workspace(const BackwardPlan& plan, float* workspace, BackwardParams* params);
 
 // Elements of each gradient.

@@ -235,7 +235,7 @@ py::dict device_info(int device) {
 
 PYBIND11_MODULE(_C, m) {
   def_forward(m, std::make_index_sequence<7>());
-  def_backward(m, std::make_index_sequence<12>());
+  def_backward(m, std::make_index_sequence<13>());
   m.def("backward_plan", &backward_plan);
   m.def("select", &select_name);
   m.def("explain", [](const py::dict& request) { return explain(request_of(request)); });

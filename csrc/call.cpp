@@ -26,7 +26,7 @@ Status prepare(const BackwardCall& a, Backward* b) {
   if (Status s = make_backward(a, &b->params, &b->request); !s.ok()) return s;
   if (Status s = check_devices({&a.query, &a.key, &a.value, &a.bias, &a.out, &a.lse, &a.seed, &a.grad_out,
                                 &a.grad_query, &a.grad_key, &a.grad_value, &a.grad_bias, &a.mask.query_starts,
-                                &a.mask.key_starts, &a.mask.key_lengths, &a.mask.block_tables});
+                                &a.mask.key_starts, &a.mask.key_lengths, &a.mask.block_tables, &a.delta});
       !s.ok())
     return s;
   if (!a.wants_any()) return {};
@@ -60,11 +60,12 @@ Status sum_splits(const View& partial, void* gradient, DType dtype, int64_t nume
       {static_cast<const float*>(partial.data), gradient, dtype, numel, partial.stride_split, partial.splits}, stream);
 }
 
-// p: with its parts in the workspace; the workspace starts with delta.
+// p: with its parts in the workspace; the workspace starts with delta, which is computed unless it was given.
 Status launch_all(const KernelRow& row, const BackwardParams& p, float* workspace, const BackwardCall& args,
                   CUstream_st* stream) {
   const DType dtype = DType(args.query.dtype);
-  if (Status s = reduce::launch_delta(delta_args(p, workspace, dtype), stream); !s.ok()) return s;
+  if (p.delta == workspace)
+    if (Status s = reduce::launch_delta(delta_args(p, workspace, dtype), stream); !s.ok()) return s;
   if (Status s = row.backward(p, stream); !s.ok()) return s;
   const auto sum = [&](const auto& partial, const TensorDesc& gradient, int64_t numel) {
     return sum_splits(partial, gradient.data, DType(gradient.dtype), numel, stream);

@@ -89,6 +89,7 @@ def forward_scalars(
     /,
 ) -> tuple[int, str] | None: ...
 
+# delta: rowsum(grad_out * out), fp32 [B, H, M] as lse without parts, contiguous; None: computed.
 # Gradients left out are not computed; those given are contiguous, with shape and dtype of their
 # input. Without any of them nothing runs. Where nothing stands against the launch,
 # allocate(elements) is called once for the workspace: fp32, of one dimension with at least so many
@@ -102,6 +103,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     seed: Tensor | None,
+    delta: Tensor | None,
     grad_query: Tensor | None,
     grad_key: Tensor | None,
     grad_value: Tensor | None,
@@ -125,6 +127,7 @@ def backward_scalars(
     out: Scalars,
     lse: Scalars,
     seed: Scalars | None,
+    delta: Scalars | None,
     grad_query: Scalars | None,
     grad_key: Scalars | None,
     grad_value: Scalars | None,

@@ -6,15 +6,18 @@ from .attention import (
     memory_efficient_attention_backward,
     memory_efficient_attention_forward,
     memory_efficient_attention_forward_requires_grad,
+    memory_efficient_attention_partial,
 )
 from .attn_bias import AttentionBias, LowerTriangularFromBottomRightMask, LowerTriangularMask
 from .dispatch import explain
+from .merge import Partial, merge_attentions, merge_attentions_autograd
 
 __version__ = "0.1.0"
 __all__ = [
     "AttentionBias",
     "LowerTriangularFromBottomRightMask",
     "LowerTriangularMask",
+    "Partial",
     "attn_bias",
     "dispatch",
     "dropout",
@@ -23,5 +26,8 @@ __all__ = [
     "memory_efficient_attention_backward",
     "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad",
+    "memory_efficient_attention_partial",
+    "merge_attentions",
+    "merge_attentions_autograd",
     "reference",
 ]

@@ -133,6 +133,38 @@ def memory_efficient_attention_forward_requires_grad(
     return out, lse[0]
 
 
+def memory_efficient_attention_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention over a part of the keys: what `merge_attentions` puts together.
+
+    out = softmax(scale * Q K^T + bias) V and lse = log sum_j exp(scale * q k_j + bias_j) over these
+    keys; both are differentiable once: with lse, dS = P * (dP - rowsum(dO * out) + dLSE).
+
+    Shapes: as `memory_efficient_attention_forward_requires_grad`; with sequences lse is
+        [1, H, sum of M], not padded.
+    Dtypes, Args: as there, without dropout.
+    Memory: as `memory_efficient_attention`; where lse is asked for a gradient, also one float32
+        copy of out and of its gradient.
+    Numerics: a query that sees no key has out 0 and lse -inf, which merge as weight zero.
+    Raises: NotImplementedError where p is not 0.
+    Source: interface of xFormers.
+    """
+    if p != 0.0:
+        _refuse_dropout(Inputs(query, key, value, attn_bias, p, scale))
+    arguments = query, key, value, attn_bias, p, scale, op, output_dtype
+    out, lse = _attention(*arguments, True, partial=True)
+    return out, lse[0]
+
+
 def memory_efficient_attention_backward(
     grad: Tensor,
     output: Tensor,
@@ -192,7 +224,7 @@ def memory_efficient_attention_backward(
         grads = backward_op.backward(
             grad, query, key, value, bias, output, lse, inputs.scale_float, causal, tf32,
             [True, True, True, False], "" if chosen is None else chosen.VARIANT, float(p), state,
-            *(mask or ()),
+            None, *(mask or ()),
         )  # fmt: skip
     return grads[0], grads[1], grads[2]
 
@@ -208,6 +240,7 @@ def _attention(
     output_dtype: torch.dtype | None,
     need_lse: bool,
     seed: Tensor | None = None,
+    partial: bool = False,
 ) -> tuple[Tensor, Tensor]:
     # Every call passes here: cheap tests only; a failing one leads to the function that explains
     # it.
@@ -228,7 +261,7 @@ def _attention(
             causal = CAUSAL_BOTTOM_RIGHT
         else:
             return _by_rule(
-                query, key, value, attn_bias, p, scale, op, output_dtype, need_lse, seed
+                query, key, value, attn_bias, p, scale, op, output_dtype, need_lse, seed, partial
             )
     if mixed:
         query, key, value, bias = _cast_by_autocast(query, key, value, bias)
@@ -258,8 +291,9 @@ def _attention(
     direct = not differentiable and ops.goes_direct(query, key, value, bias)
     if differentiable or (not direct and autograd.hidden()):
         return autograd.differentiable(
-            query, key, value, bias, scale, causal, tf32, variant, backward_variant, p, state
-        )
+            query, key, value, bias, scale, causal, tf32, variant, backward_variant, p, state,
+            partial=partial,
+        )  # fmt: skip
     call: Any = ops.forward_cuda if direct else ops.forward  # the same result
     result: tuple[Tensor, Tensor] = call(
         query, key, value, bias, scale, causal, tf32, need_lse, variant, p, state
@@ -278,6 +312,7 @@ def _by_rule(
     output_dtype: torch.dtype | None,
     need_lse: bool,
     seed: Tensor | None,
+    partial: bool,
 ) -> tuple[Tensor, Tensor]:
     """Masks that are more than a tensor or one number."""
     if not isinstance(attn_bias, AttentionBias):
@@ -301,6 +336,7 @@ def _by_rule(
         out, lse = masked.attention(query, key, value, attn_bias, p, scale, state)
         return out, lse.unsqueeze(0)
     variants = ["" if chosen is None else chosen.VARIANT for chosen in (*named, None)]
+    inputs.is_partial = partial
     return _by_operators(inputs, float(p), scale, (variants[0], variants[1]), need_lse, seed)
 
 
@@ -333,8 +369,9 @@ def _by_operators(
     direct = not asked and ops.goes_direct(query, key, value, bias)
     if asked or (not direct and hidden):
         return autograd.differentiable(
-            query, key, value, bias, scale, causal, tf32, *variants, p, state, *(mask or ())
-        )
+            query, key, value, bias, scale, causal, tf32, *variants, p, state, *(mask or ()),
+            partial=inputs.is_partial,
+        )  # fmt: skip
     arguments = query, key, value, bias, scale, causal, tf32, need_lse, variants[0], p, state
     result: Any = (
         ops.forward_cuda(*arguments, mask) if direct else ops.forward(*arguments, *(mask or ()))

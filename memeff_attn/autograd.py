@@ -50,16 +50,20 @@ def _keep(ctx: Any, arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> Non
     query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = settings
     ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed, *mask[2:6])
     ctx.settings = scale, causal, tf32, backward_variant, p, mask[:2], mask[6:]
-    ctx.mark_non_differentiable(lse)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None) -> Any:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+    """grad_lse: of the log-sum-exp in two parts, where it has a gradient."""
     query, key, value, attn_bias, out, lse, seed, *tensors = ctx.saved_tensors
     scale, causal, tf32, variant, p, windows, rest = ctx.settings
     mask: tuple[Any, ...] = (*windows, *tensors, *rest)
     without = (None,) * (_SETTINGS + len(mask))
     if grad_out is None:
-        return (None, None, None, None, *without)
+        if grad_lse is None:
+            return (None, None, None, None, *without)
+        grad_out = torch.zeros_like(out)
+    if grad_lse is not None:
+        grad_lse = grad_lse[0]
     needs = [bool(need) for need in ctx.needs_input_grad[:4]]
     call: Any = backward.backward
     if torch.compiler.is_compiling():
@@ -75,7 +79,7 @@ def _backward(ctx: Any, grad_out: Tensor | None) -> Any:
         mask = (MaskArguments(*mask),) if mask else ()
     grads = call(
         grad_out, query, key, value, attn_bias, out, lse, scale, causal, tf32, needs, variant, p,
-        seed, *mask,
+        seed, grad_lse, *mask,
     )  # fmt: skip
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     return (*wanted, *without)
@@ -112,6 +116,7 @@ class Forward(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse = _forward(*arguments)
         _keep(ctx, arguments, out, lse)
+        ctx.mark_non_differentiable(lse)
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # or torch fills a gradient of lse with zeros, to drop
         return out, lse
@@ -133,10 +138,29 @@ class FunctionalForward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _keep(ctx, inputs, *output)
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any = None) -> Any:
         return _backward(ctx, grad_out)
+
+
+class Partial(torch.autograd.Function):
+    """The operator where a gradient of the log-sum-exp too may be asked for."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _keep(ctx, inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        return _backward(ctx, grad_out, grad_lse)
 
 
 def hidden() -> bool:
@@ -149,16 +173,16 @@ def hidden() -> bool:
 
 
 def differentiable(
-    query: Tensor, key: Tensor, value: Tensor, *arguments: Any
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, partial: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), of which out may be asked for gradients."""
-    function: Any = Forward
+    """(out, lse), of which out may be asked for gradients, and with partial lse."""
+    function: Any = Partial if partial else Forward
     if torch.compiler.is_compiling():  # Dynamo takes no tensor twice
         if key is query:
             key = key.view_as(key)
         if value is query or value is key:
             value = value.view_as(value)
-    elif ops.transform() is not None:
+    elif ops.transform() is not None and not partial:
         function = FunctionalForward
     result: tuple[Tensor, Tensor] = function.apply(query, key, value, *arguments)
     return result

@@ -7,6 +7,7 @@ CUDA path allocates and launches; `_second_try` mends what the compiled code ref
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,19 +22,23 @@ from .mask_arguments import MaskArguments, check_call, mask_of, rule_of
 
 # grad_out: of out, any strides; out, lse: what forward gave, or part 0 of that lse; needs: of
 # query, key, value and attn_bias; the rest as in forward. On CUDA there are no pages, and with
-# sequences a bias whose gradient is needed is broadcast over no dimension.
+# sequences a bias whose gradient is needed is broadcast over no dimension. grad_lse: the gradient
+# of part 0 of the log-sum-exp, where it has one.
 _SCHEMA = (
     "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
     "Tensor out, Tensor lse, float scale, int causal, bool tf32, bool[] needs, str variant, "
-    f"float p=0.0, Tensor? seed=None, {MASK_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"float p=0.0, Tensor? seed=None, Tensor? grad_lse=None, {MASK_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 ops.library.define(_SCHEMA, tags=[torch.Tag.pt2_compliant_tag])
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 Wanted = list[Tensor | None]  # the same, None where not needed
-# grad_out, query, key, value, attn_bias, out, lse, seed
-Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]
-_TENSORS = 12  # those and the gradients
+# grad_out, query, key, value, attn_bias, out, lse, seed, delta
+Given = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None
+]
+_TENSORS = 13  # those and the gradients
 _FORCED = os.fsencode(ops.FORCE_BACKWARD)
 _launch = ops.on_first_launch(globals())
 
@@ -122,13 +127,15 @@ def backward_cuda(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    grad_lse: Tensor | None = None,
     mask: MaskArguments | None = None,
 ) -> Wanted:
     """The operator's work on plain CUDA tensors."""
     wanted = _allocate(query, key, value, attn_bias, needs, mask)
     if not variant and _FORCED in ops._environ:
         variant = ops.forced_variant(ops.FORCE_BACKWARD)
-    given = aligned(grad_out), query, key, value, attn_bias, out, lse, seed
+    delta = None if grad_lse is None else _delta(grad_out, out, lse, grad_lse)
+    given = aligned(grad_out), query, key, value, attn_bias, out, lse, seed, delta
     settings = scale, p, causal, tf32, variant, mask
     stream = ops.stream_of(query.get_device())
     failure = _launch(given, wanted, settings, stream)
@@ -137,11 +144,20 @@ def backward_cuda(
     return wanted
 
 
+def _delta(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor) -> Tensor:
+    """rowsum(grad_out * out) - grad_lse, fp32 of the shape of grad_lse: dS = P * (dP - delta) then
+    is the gradient of both outputs. A query that sees no key has a log-sum-exp without one."""
+    total = (grad_out.float() * out.float()).sum(-1)
+    total = total.unsqueeze(1) if out.dim() == 3 else total.movedim(1, -1)
+    high = lse[0] if lse.dim() > grad_lse.dim() else lse
+    return (total - grad_lse.masked_fill(high == -math.inf, 0.0)).contiguous()
+
+
 def _second_try(
     failure: ops.Failure, given: Given, wanted: Wanted, settings: ops.Settings, stream: int
 ) -> None:
     """Writes the gradients where no kernel or copies are all it takes; raises otherwise."""
-    grad_out, query, key, value, attn_bias, out, lse, seed = given
+    grad_out, query, key, value, attn_bias, out, lse, seed, delta = given
     if failure[0] != ops.CUDA_ERROR:
         check_call(query, key, value, attn_bias, settings.mask)
         check_gradient(grad_out, out, lse, query, value)
@@ -151,7 +167,7 @@ def _second_try(
                     grad.zero_()
             return
         operands = [aligned(ops.launchable(grad_out)), *map(ops.launchable, (query, key, value))]
-        mended = (*operands, attn_bias, ops.launchable(out), lse.contiguous(), seed)
+        mended = (*operands, attn_bias, ops.launchable(out), lse.contiguous(), seed, delta)
         if any(a is not b for a, b in zip(mended, given, strict=True)):
             some = [grad if grad is not None and grad.numel() else None for grad in wanted]
             again = _launch(mended, some, settings, stream)  # K may be 0
@@ -178,13 +194,14 @@ def _backward_cuda(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    grad_lse: Tensor | None = None,
     *mask: Any,
     **named: Any,
 ) -> Gradients:
     inputs = query, key, value, attn_bias
     grads = backward_cuda(
         grad_out, *inputs, out, lse, scale, causal, tf32, needs, variant, p, seed,
-        mask_of(mask, named),
+        grad_lse, mask_of(mask, named),
     )  # fmt: skip
     return _all_tensors(grads, inputs)
 
@@ -204,6 +221,7 @@ def _backward_cpu(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    grad_lse: Tensor | None = None,
     *mask: Any,
     **named: Any,
 ) -> Gradients:
@@ -216,7 +234,9 @@ def _backward_cpu(
     high = lse[0] if lse.dim() > len(lse_shape(query)) else lse
     rule = None if given is None else rule_of(query, key, attn_bias, causal, given)
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        grads = cpu.backward(grad_out, *inputs, out, high, scale, causal, needs, p, seed, rule)
+        grads = cpu.backward(
+            grad_out, *inputs, out, high, scale, causal, needs, p, seed, rule, grad_lse
+        )
     return _all_tensors(grads, inputs)
 
 
@@ -235,6 +255,7 @@ def _backward_fake(
     variant: str,
     p: float = 0.0,
     seed: Tensor | None = None,
+    grad_lse: Tensor | None = None,
     *mask: Any,
     **named: Any,
 ) -> Gradients:

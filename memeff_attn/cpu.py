@@ -146,12 +146,14 @@ def backward(
     p: float = 0.0,
     seed: Tensor | None = None,
     rule: MaskRule | None = None,
+    grad_lse: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and bias, where needed: contiguous, of their input's dtype,
     summed in fp32 and rounded once."""
     settings = scale, causal, p, needs[3]
     path, _ = backward_route(query, key, value, attn_bias, *settings)
-    path = path if rule is None else "blockwise"
+    if rule is not None or grad_lse is not None:
+        path = "blockwise"
     if path == "flash" and bool(lse.abs().amax() < _LARGEST_LSE):  # NaN and inf compare false
         simple = effective_causal(query, key, causal)
         found = _flash_backward(grad_out, query, key, value, attn_bias, out, lse, scale, simple)
@@ -159,8 +161,9 @@ def backward(
     inputs = query, key, value, attn_bias
     mask, number = (attn_bias, causal) if rule is None else (rule, None)
     grads = backward_blockwise(
-        grad_out, query, key, value, mask, scale, torch.float32, number, p, seed, out, lse, needs
-    )
+        grad_out, query, key, value, mask, scale, torch.float32, number, p, seed, out, lse, needs,
+        grad_lse,
+    )  # fmt: skip
     return [
         None if grad is None or x is None else grad.to(x.dtype)
         for grad, x in zip(grads, inputs, strict=True)

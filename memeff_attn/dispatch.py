@@ -91,7 +91,7 @@ class AttentionOpBase:
     SUPPORTS_CUSTOM_SCALE: ClassVar[bool] = True
     SUPPORTS_DIFFERENT_VALUE_EMBED: ClassVar[bool] = True
     SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = False
-    SUPPORTS_PARTIAL: ClassVar[bool] = False
+    SUPPORTS_PARTIAL: ClassVar[bool] = True
     SUPPORTS_BMGHK: ClassVar[bool] = True
     IS_DETERMINISTIC: ClassVar[bool] = True
     VARLEN_LSE_PACKED: ClassVar[bool] = True
@@ -140,8 +140,6 @@ class AttentionOpBase:
                 f"output_dtype is {d.output_dtype}: another dtype than the query's comes with "
                 "[masks] (issue 4)"
             )
-        if d.is_partial and not cls.SUPPORTS_PARTIAL:
-            found.append("partial attention comes with [masks] (issue 4)")
         return found
 
 
@@ -153,7 +151,6 @@ class AttentionBwOpBase(AttentionOpBase):
     """A backward operator."""
 
     PASS = "bwd"
-    SUPPORTS_PARTIAL = True  # an lse over more keys than these is what it takes
     SUPPORTS_ATTN_BIAS_GRAD: ClassVar[bool] = True
 
 

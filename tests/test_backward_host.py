@@ -18,7 +18,7 @@ from memeff_attn.mask_arguments import rule_of
 
 attention = memeff_attn.memory_efficient_attention
 NAMES = (
-    "grad_out", "query", "key", "value", "bias", "out", "lse", "seed",
+    "grad_out", "query", "key", "value", "bias", "out", "lse", "seed", "delta",
     "grad_query", "grad_key", "grad_value", "grad_bias",
 )  # fmt: skip
 
@@ -44,9 +44,9 @@ class Module:
         return self.failure
 
     def backward(self, *arguments: Any) -> ops.Failure | None:
-        assert len(arguments) == 20
+        assert len(arguments) == 21
         call = dict(zip(NAMES, arguments, strict=False))
-        allocate, scale, p, causal, _tf32, variant, mask, stream = arguments[12:]
+        allocate, scale, p, causal, _tf32, variant, mask, stream = arguments[13:]
         if failure := self.refusal(call):
             self.refused += 1
             return failure
@@ -55,13 +55,13 @@ class Module:
         self.calls.append(call)
         query, lse = call["query"], call["lse"]
         assert lse.shape == two_part_lse_shape(query) and lse.is_contiguous()
-        needs = [call[name] is not None for name in NAMES[8:]]
+        needs = [call[name] is not None for name in NAMES[9:]]
         given = [call[name] for name in NAMES[:6]]
         rule = None
         if mask is not None:
             rule = rule_of(query, call["key"], call["bias"], causal, mask)
         grads = cpu.backward(*given, lse[0], scale, causal, needs, p, call["seed"], rule)
-        for name, grad in zip(NAMES[8:], grads, strict=True):
+        for name, grad in zip(NAMES[9:], grads, strict=True):
             if grad is not None:
                 assert call[name].is_contiguous() and call[name].shape == grad.shape
                 call[name].copy_(grad)
@@ -120,7 +120,7 @@ def test_no_work_for_what_needs_none(module: Module) -> None:
         tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
         attention(*tensors).sum().backward()
         call = module.calls[-1]
-        assert [call[name] is not None for name in NAMES[8:]] == [i == 0, i == 1, i == 2, False]
+        assert [call[name] is not None for name in NAMES[9:]] == [i == 0, i == 1, i == 2, False]
         assert call["workspace"] is None and call["seed"] is None
 
 
@@ -226,7 +226,7 @@ def test_failures_become_exceptions(module: Module, monkeypatch: pytest.MonkeyPa
 
 def test_without_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "native", lambda: (None, "memeff_attn was not compiled here"))
-    given, wanted = (torch.ones(1),) * 8, (torch.ones(1),) * 4
+    given, wanted = (torch.ones(1),) * 9, (torch.ones(1),) * 4
     missing = ops.UNSUPPORTED, "memeff_attn was not compiled here"
     assert backward.launcher()(given, wanted, (), 0) == missing
 
@@ -238,15 +238,15 @@ def test_scalars_where_torch_has_no_exchange(monkeypatch: pytest.MonkeyPatch) ->
         is_cuda_build = True
 
         def backward_scalars(self, *arguments: Any) -> ops.Failure | None:
-            assert len(arguments) == 21 and arguments[-1] == -1
+            assert len(arguments) == 22 and arguments[-1] == -1
             assert arguments[4] is None and arguments[1] == ops.numbers(inputs[0])
-            seen.append(arguments[12](40))
+            seen.append(arguments[13](40))
             return None
 
     inputs, seen = [x.detach() for x in qkv()], []
     monkeypatch.setattr(dispatch, "native", lambda: (Described(), ""))
     monkeypatch.setattr(ops, "has_exchange", lambda: False)
-    given = (inputs[2], *inputs, None, inputs[0], torch.zeros(2, 2, 4, 5), None)
+    given = (inputs[2], *inputs, None, inputs[0], torch.zeros(2, 2, 4, 5), None, None)
     settings = ops.Settings(1.0, 0.0, 0, False, "")
     assert backward.launcher()(given, [*inputs, None], settings, 7) is None
     ((address, dtype, shape, strides),) = seen

@@ -15,7 +15,7 @@ SEED = torch.zeros(2, dtype=torch.int64)
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.bool: 3, torch.int64: 4}
 ROWS = [row for row in _C.variants() if row["kind"] == "bwd"]
 TENSORS = [
-    "grad_out", "query", "key", "value", "bias", "out", "lse", "seed",
+    "grad_out", "query", "key", "value", "bias", "out", "lse", "seed", "delta",
     "grad_query", "grad_key", "grad_value", "grad_bias",
 ]  # fmt: skip
 

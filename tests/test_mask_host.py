@@ -1,5 +1,5 @@
-"""Masks on their way to the kernels, on CPU tensors: the GPU's implementation of both operators with
-a pretended compiled module that computes what it is asked for through `MaskRule`."""
+"""Masks on their way to the kernels, on CPU tensors: the GPU's implementation of both operators
+with a pretended compiled module that computes what it is asked for through `MaskRule`."""
 
 from __future__ import annotations
 
@@ -55,14 +55,20 @@ class Module:
         return None
 
     def backward(self, *arguments: Any) -> ops.Failure | None:
-        grad_out, query, key, value, bias, out, lse, seed, *wanted = arguments[:12]
-        _, scale, p, causal, _, _, mask, _ = arguments[12:]
+        grad_out, query, key, value, bias, out, lse, seed, delta, *wanted = arguments[:13]
+        _, scale, p, causal, _, _, mask, _ = arguments[13:]
         if 0 in out.shape or 0 in key.shape:
             return ops.INVALID, "a tensor is empty"
         rule = self.rule(query, key, bias, causal, mask)
         needs = [x is not None for x in wanted]
         given = grad_out, query, key, value, bias, out, lse[0]
-        grads = cpu.backward(*given, scale, causal, needs, p, seed, rule)
+        grad_lse = None
+        if delta is not None:
+            assert delta.is_contiguous() and delta.isfinite().all()
+            total = (grad_out.float() * out.float()).sum(-1)
+            total = total.unsqueeze(1) if out.dim() == 3 else total.movedim(1, -1)
+            grad_lse = total - delta
+        grads = cpu.backward(*given, scale, causal, needs, p, seed, rule, grad_lse)
         if wanted[3] is not None and rule is not None and rule.varlen:
             assert wanted[3].count_nonzero() == 0  # kernels write only within the sequences
         for into, grad in zip(wanted, grads, strict=True):
@@ -118,3 +124,33 @@ def test_every_mask(module: Module, case: Case, layout: str) -> None:
     )
     for got, hand in zip(grads, by_hand, strict=True):
         torch.testing.assert_close(hand, got, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["bmk", "gqa", "bmghk"])
+@pytest.mark.parametrize("case", [None, *EVERY], ids=str)
+def test_parts_with_a_gradient_of_the_log_sum_exp(
+    module: Module, case: Case | None, layout: str
+) -> None:
+    mask = case.mask if case else None
+    case = case or EVERY[1]
+    inputs = [x.requires_grad_() for x in inputs_of(case, layout, torch.float32)]
+    plain = [x.detach() for x in inputs]
+    if mask_rule(mask, *inputs[:2]).shared_keys:
+        return  # test_rows_that_sequences_share
+    out, lse = memeff_attn.memory_efficient_attention_partial(*inputs, mask)
+    exact, exact_lse = reference.attention(*plain, mask)
+    torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-5)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    for g in (grad_out, None):
+        outputs = [(out, g), (lse, grad_lse)][g is None :]
+        grads = torch.autograd.grad(
+            [x for x, _ in outputs], inputs, [y for _, y in outputs], retain_graph=True
+        )
+        zero = torch.zeros_like(out)
+        wanted = reference.attention_backward(
+            zero if g is None else g, *plain, mask, grad_lse=grad_lse
+        )
+        for got, want in zip(grads, wanted, strict=False):
+            assert want is not None
+            torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-5)

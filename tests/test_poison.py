@@ -256,7 +256,18 @@ class BackwardLaunch:
         wanted = [query, key, value] + ([bias] if gradients.has_gradient(bias) else [])
         flat = [Flat(tuple(x.shape), x.dtype) for x in wanted if x is not None]
         grads = [x.inner for x in flat] + [None] * (4 - len(flat))
-        given = (self.grad_out, query, key, value, bias, self.out, self.lse, self.seed, *grads)
+        given = (
+            self.grad_out,
+            query,
+            key,
+            value,
+            bias,
+            self.out,
+            self.lse,
+            self.seed,
+            None,
+            *grads,
+        )
         numbers = (scale, self.p, causal, self.row["math"] == "tf32", self.row["name"])
         spaces: list[Flat] = []
 
