@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +172,15 @@ def hidden() -> bool:
     )
 
 
+def _no_start_twice(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Where queries and keys have the same starts: those of the keys as another tensor."""
+    first = 1 + _SETTINGS + 2  # attn_bias, settings, windows
+    starts = arguments[first : first + 2]
+    if len(starts) < 2 or starts[0] is None or starts[0] is not starts[1]:
+        return arguments
+    return (*arguments[: first + 1], starts[1].view_as(starts[1]), *arguments[first + 2 :])
+
+
 def differentiable(
     query: Tensor, key: Tensor, value: Tensor, *arguments: Any, partial: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -182,6 +191,7 @@ def differentiable(
             key = key.view_as(key)
         if value is query or value is key:
             value = value.view_as(value)
+        arguments = _no_start_twice(arguments)
     elif ops.transform() is not None and not partial:
         function = FunctionalForward
     result: tuple[Tensor, Tensor] = function.apply(query, key, value, *arguments)
@@ -213,17 +223,30 @@ if hasattr(torch.library, "register_vmap"):  # torch >= 2.5; before, torch loops
 # ---- torch.utils.flop_counter: every score, as for torch's own attention ----
 
 
-def _products(query: torch.Size, key: torch.Size, widths: int) -> int:
-    """Operations of products over [B, H, M, N] whose other dimensions sum to `widths`."""
+def _products(query: torch.Size, key: torch.Size, widths: int, starts: torch.Size | None) -> int:
+    """Operations of products over [B, H, M, N] whose other dimensions sum to `widths`; n sequences,
+    whose lengths are on the device, count as n of the mean length (pages: of all rows)."""
     heads = math.prod(query[2:-1])
-    return 2 * query[0] * heads * query[1] * key[1] * widths
+    sequences = 1 if starts is None else max(1, starts[0] - 1)
+    return 2 * query[0] * heads * query[1] * key[1] * widths // sequences
+
+
+def _starts(rest: Sequence[Any], named: Mapping[str, Any], before: int) -> torch.Size | None:
+    """The shape of query_starts, which `before` other arguments and two windows precede."""
+    found: torch.Size | None = named.get("query_starts")
+    return rest[before + 2] if len(rest) > before + 2 else found
 
 
 @register_flop_formula(ops.forward.overloadpacket)
 def _forward_flop(
-    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_: Any, **__: Any
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    *rest: Any,
+    **named: Any,
 ) -> int:
-    return _products(query_shape, key_shape, query_shape[-1] + value_shape[-1])
+    widths = query_shape[-1] + value_shape[-1]
+    return _products(query_shape, key_shape, widths, _starts(rest, named, 8))
 
 
 @register_flop_formula(backward.backward.overloadpacket)
@@ -232,8 +255,9 @@ def _backward_flop(
     query_shape: torch.Size,
     key_shape: torch.Size,
     value_shape: torch.Size,
-    *_: Any,
-    **__: Any,
+    *rest: Any,
+    **named: Any,
 ) -> int:
     """Scores, dQ and dK over K; dP and dV over Kv."""
-    return _products(query_shape, key_shape, 3 * query_shape[-1] + 2 * value_shape[-1])
+    widths = 3 * query_shape[-1] + 2 * value_shape[-1]
+    return _products(query_shape, key_shape, widths, _starts(rest, named, 11))
