@@ -160,10 +160,8 @@ def unpaged(rule: MaskRule, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     rows = tables.long().gather(1, tokens // size) * size + tokens % size
     # Entries behind a sequence's last key may be anything: their rows too are never looked at.
     rows = rows.clamp(0, max(key.shape[1] - 1, 0)).flatten()
-    starts = torch.arange(0, count * length + 1, max(length, 1), device=tables.device)
-    padded = dataclasses.replace(
-        rule, key_starts=starts[: count + 1].int(), block_tables=None, page_size=0
-    )
+    starts = torch.arange(count + 1, dtype=torch.int32, device=tables.device) * length
+    padded = dataclasses.replace(rule, key_starts=starts, block_tables=None, page_size=0)
     return _gathered(key, rows), _gathered(value, rows), padded
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mask_cases import EVERY, KV, PAGE, POOL, Case, Q
+from mask_cases import EVERY, Case
 from test_mask_reference import inputs_of
 from torch import Tensor
 
@@ -44,8 +44,8 @@ class Module:
 
     def forward(self, *arguments: Any) -> ops.Failure | None:
         query, key, value, bias, out, lse, seed, scale, p, causal, _, _, mask, _ = arguments
-        if 0 in out.shape or 0 in key.shape:
-            return ops.INVALID, "a tensor is empty"
+        if 0 in out.shape or 0 in key.shape or key.shape[1] != value.shape[1]:
+            return ops.INVALID, "a tensor is empty, or has another length"
         rule = self.rule(query, key, bias, causal, mask)
         result = cpu.forward(query, key, value, bias, scale, causal, p, seed, rule)
         out.copy_(result[0])
@@ -154,3 +154,218 @@ def test_parts_with_a_gradient_of_the_log_sum_exp(
         for got, want in zip(grads, wanted, strict=False):
             assert want is not None
             torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-5)
+
+
+def test_what_is_launched(module: Module) -> None:
+    """Of each kind of mask: the anchor, the windows, the very tensors of the mask."""
+    x = torch.randn(1, 6, 2, 8)
+    bias = torch.randn(2, 6, 6)
+    blocks = ab.BlockDiagonalMask.from_seqlens([2, 4], device="cpu")
+    starts = blocks.q_seqinfo.seqstart
+    local = ab.LocalAttentionFromBottomRightMask(3, 0)
+    seen = {
+        "plain": (ab.LowerTriangularMask(), None),
+        "bias": (ab.LowerTriangularMask().add_bias(bias), None),
+        "keys": (ab.KeyPaddingMask(torch.ones(1, 6, dtype=torch.bool)), None),
+        "window": (local, MaskArguments(3, 0)),
+        "window and bias": (local.add_bias(bias), MaskArguments(3, 0)),
+        "blocks": (blocks, MaskArguments(-1, -1, starts, starts)),
+        "local": (blocks.make_local_attention(2), MaskArguments(1, 0, starts, starts)),
+        "own": (
+            blocks.add_bias(bias[0, :4, :4], True),
+            MaskArguments(-1, -1, starts, starts, bias_per_sequence=True),
+        ),
+    }
+    for name, (mask, wanted) in seen.items():
+        attention(x, x, x, mask)
+        got = module.masks.pop()
+        if wanted is None:
+            assert got is None, name
+        else:
+            assert got is not None
+            assert all(a is b or a == b for a, b in zip(got, wanted, strict=True)), name
+        given = module.biases.pop()
+        assert (given is None) == (name in ("plain", "window", "blocks", "local")), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 5, 6), (1, 2, 5, 6), (5, 6), (1, 2, 1, 6), (3, 1, 5, 1), "all", "heads"]
+)
+def test_a_gradient_of_a_bias_over_sequences(
+    module: Module, shape: Any, dtype: torch.dtype
+) -> None:
+    """Within each sequence or over all tokens, summed in fp32 over what it is broadcast along."""
+    blocks = ab.BlockDiagonalMask.from_seqlens([4, 0, 5], [6, 2, 1], device="cpu").make_causal()
+    tensors = [torch.randn(1, n, 2, 8).to(dtype) for n in (9, 9, 9)]
+    own = not isinstance(shape, str)
+    sizes = shape if own else {"all": (1, 2, 9, 9), "heads": (1, 1, 9, 1)}[shape]
+    bias = torch.randn(sizes).to(dtype).requires_grad_()
+    mask = blocks.add_bias(bias, own)
+    out = attention(*tensors, mask)
+    grad_out = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, bias, grad_out)
+    want = reference.attention_backward(grad_out, *tensors, mask)[3]
+    assert want is not None and got.shape == bias.shape and got.dtype == dtype
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    torch.testing.assert_close(got.double(), want, **close)
+    full = module.biases[-1]
+    assert full is not None and full.shape == ((3, 2, 5, 6) if own else (1, 2, 9, 9))
+    assert full.dtype == (dtype if full.shape == bias.shape else torch.float32)
+
+
+def test_without_a_gradient_the_bias_stays_as_it_is(module: Module) -> None:
+    blocks = ab.BlockDiagonalMask.from_seqlens([4, 5], device="cpu")
+    x = torch.randn(1, 9, 2, 8, dtype=torch.bfloat16)
+    for bias in (torch.randn(5, 5).bfloat16(), torch.rand(5, 5) > 0.3):
+        attention(x.clone().requires_grad_(), x, x, blocks.add_bias(bias, True)).sum().backward()
+        for given in module.biases:
+            assert given is not None and given.data_ptr() == bias.data_ptr()
+            assert given.shape == (1, 1, 5, 5)
+        module.biases.clear()
+
+
+def page_mask(page: int, kind: str = "padded") -> tuple[ab.AttentionBias, int]:
+    """3 sequences in a pool of 6 pages; (mask, rows of the pool)."""
+    tables = torch.tensor([[4, 1], [0, 4], [99, -5]], dtype=torch.int32)
+    lengths = [page + 2, 3, 0]
+    if kind == "padded":
+        make = ab.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens
+        return make([3, 1, 2], lengths, tables, page), 6 * page
+    gappy = ab.PagedBlockDiagonalGappyKeysMask.from_seqlens
+    return gappy([3, 1, 2], [1, page - 1, 0], lengths, tables, page), 6 * page
+
+
+@pytest.mark.parametrize("kind, page", [("padded", 128), ("padded", 16), ("gappy", 128)])
+def test_pages(module: Module, kind: str, page: int) -> None:
+    """Read where they lie where kernels can, else copied: shared heads once."""
+    mask, rows = page_mask(page, kind)
+    query = torch.randn(1, 6, 2, 3, 8)
+    key = torch.randn(1, rows, 2, 1, 8).expand(1, rows, 2, 3, 8)
+    out, lse = with_lse(query, key, key, mask)
+    exact, exact_lse = reference.attention(query, key, key, mask)
+    torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-5)
+    given = module.masks[-1]
+    native = kind == "padded" and page == 128
+    assert given is not None and (given.block_tables is not None) == native
+    rule = mask_rule(mask, query, key)
+    assert is_copied(rule) != native
+    if not native:
+        copy, _, padded = unpaged(rule, key, key)
+        assert copy.shape == (1, 3 * 2 * page, 2, 3, 8) and copy.stride(3) == 0
+        assert padded.key_starts is not None and padded.key_starts.dtype == torch.int32
+        assert padded.key_starts.tolist() == [0, 2 * page, 4 * page, 6 * page]
+
+
+def test_no_page_at_all(module: Module) -> None:
+    mask = ab.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        [2], [0], torch.zeros(1, 0, dtype=torch.int32), 16
+    )
+    query, key = torch.randn(1, 2, 2, 8), torch.randn(1, 0, 2, 8)
+    out, lse = with_lse(query, key, key, mask)
+    assert out.count_nonzero() == 0 and bool((lse == -torch.inf).all())
+
+
+def test_rows_that_sequences_share() -> None:
+    """No gradient on a GPU, said before any launch; forward alone is fine. On the meta device: it
+    has no masked.py either."""
+    paged, rows = page_mask(128)
+    overlapping = ab.BlockDiagonalGappyKeysMask.from_seqlens(
+        [3, 3], [0, 2, 6], [3, 4], device="cpu"
+    )
+    unordered = ab.BlockDiagonalGappyKeysMask.from_seqlens([3, 3], [3, 0, 6], [3, 3], device="cpu")
+    for mask, length in ((paged, rows), (overlapping, 6), (unordered, 6)):
+        mask = mask.to("meta")
+        query = torch.empty(1, 6, 2, 8, device="meta")
+        key = torch.empty(1, length, 2, 8, device="meta")
+        assert mask_rule(mask, query, key).shared_keys
+        assert attention(query, key, key, mask).shape == query.shape
+        text = r"(?s)chained_bwd is not supported because:.*share rows of key and value"
+        with pytest.raises(NotImplementedError, match=text):
+            attention(query.requires_grad_(), key, key, mask)
+        with torch.no_grad():
+            out, lse = with_lse(query, key, key, mask)
+        with pytest.raises(NotImplementedError, match=text):
+            memeff_attn.memory_efficient_attention_backward(out, out, lse, query, key, key, mask)
+        said = memeff_attn.explain(query, key, key, mask, device="sm_80", backward=True)
+        assert said.startswith("chosen: none") and "share rows" in said
+    apart = ab.BlockDiagonalGappyKeysMask.from_seqlens([3, 3], [1, 4, 6], [3, 2], device="cpu")
+    x = torch.empty(1, 6, 2, 8)
+    assert not mask_rule(apart, x, x).shared_keys
+
+
+def test_dropout_counts_within_each_sequence(module: Module) -> None:
+    """Sequence s of a batch drops as batch entry s of a call of its own."""
+    lengths = [5, 3, 7]
+    mask = ab.BlockDiagonalMask.from_seqlens(lengths, device="cpu").make_causal()
+    seed = dropout.new_seed("cpu")
+    x = torch.randn(1, sum(lengths), 2, 8)
+    out, lse = with_lse(x, x, x, mask, p=0.4, seed=seed)
+    exact, _ = reference.attention(x, x, x, mask, p=0.4, seed=seed)
+    torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=1e-5)
+    grad_out = torch.randn_like(out)
+    grads = memeff_attn.memory_efficient_attention_backward(
+        grad_out, out, lse, x, x, x, mask, 0.4, seed=seed
+    )
+    wanted = reference.attention_backward(grad_out, x, x, x, mask, p=0.4, seed=seed)
+    for got, want in zip(grads, wanted, strict=False):
+        assert want is not None
+        torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-5)
+
+
+def test_autocast_and_errors(module: Module) -> None:
+    blocks = ab.BlockDiagonalMask.from_seqlens([2, 4], device="cpu")
+    x = torch.randn(1, 6, 2, 8)
+    mask = blocks.add_bias(torch.randn(6, 6).double())
+    with pytest.raises(ValueError, match=r"attn_bias must be torch.float32"):
+        attention(x, x, x, mask)
+    with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float16"):
+        attention(x, x.half(), x, blocks)
+    with pytest.raises(ValueError, match=r"one length N, got 6 and 5"):
+        attention(x, x, x[:, :5], blocks)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(x, x.bfloat16(), x, blocks).dtype == torch.bfloat16
+    for index in (0, 1):
+        tensors = [x.clone(), x.clone(), x.clone()]
+        tensors[index] = torch.randn(1, 5, 2, 8)
+        with pytest.raises(ValueError, match=r"is for 6 (queries|keys) in all"):
+            attention(*tensors, blocks)
+
+
+def test_failures_name_the_mask(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = ab.BlockDiagonalMask.from_seqlens([2, 4], device="cpu").make_local_attention(3)
+    x = torch.randn(1, 6, 2, 8, requires_grad=True)
+    out = attention(x, x, x, blocks)
+    monkeypatch.setattr(ops, "_launch", lambda *given: (ops.UNSUPPORTED, "no code for sm_90"))
+    monkeypatch.setattr(backward, "_launch", lambda *given: (ops.CUDA_ERROR, "grid (1, 2, 3)"))
+    with pytest.raises(
+        NotImplementedError, match=r"attn_bias: MaskRule\(anchor 1, window 2 and 0, 2"
+    ):
+        attention(x, x, x, blocks)
+    with pytest.raises(RuntimeError, match=r"(?s)backward kernel.*grid.*MaskRule\(anchor 1"):
+        out.sum().backward()
+
+
+def test_a_named_operator(module: Module) -> None:
+    """The kernels named by op= reach the launch of masks too."""
+    blocks = ab.BlockDiagonalMask.from_seqlens([2, 4], device="cpu")
+    x = torch.randn(1, 6, 2, 8)
+    for op in (dispatch.CpuFwOp, (dispatch.CpuFwOp, dispatch.CpuBwOp)):
+        assert torch.equal(attention(x, x, x, blocks, op=op), attention(x, x, x, blocks))
+    with pytest.raises(ValueError, match="chained was asked for"):
+        attention(x, x, x, blocks, op=dispatch.ChainedFwOp)
+
+
+def test_scalars_of_a_mask() -> None:
+    """Where torch has no exchange the mask's tensors too are described; devices are compared."""
+    seen: list[Any] = []
+    launch = ops.by_scalars(lambda *arguments: seen.append(arguments), 2)
+    x, starts = torch.zeros(2, 3), torch.zeros(4, dtype=torch.int32)
+    mask = MaskArguments(1, 2, starts, starts, page_size=128, bias_per_sequence=True)
+    assert launch(x, None, 0.5, mask, 7) is None
+    described = (starts.data_ptr(), 5, (4,), (1,))
+    assert seen[0][2:] == (0.5, (1, 2, described, described, None, None, 128, True), 7, -1)
+    elsewhere = mask._replace(key_starts=starts.to("meta"))
+    refused = launch(x, None, 0.5, elsewhere, 7)
+    assert refused == (ops.INVALID, "the tensors are on different devices")
