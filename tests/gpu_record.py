@@ -37,6 +37,16 @@ PYTHON_FILES = (
     "autograd.py",
     "backward.py",
     "dropout.py",
+    "mask_arguments.py",
+    "mask_rule.py",
+    "masks_base.py",
+    "masks_blocks.py",
+    "masks_dense.py",
+    "masks_padded.py",
+    "masks_paged.py",
+    "merge.py",
+    "seqlen.py",
+    "tensor_bias.py",
 )
 SLOWEST = 10  # tests named with their seconds
 

@@ -160,15 +160,16 @@ class Run:
         batch, heads = self.query.shape[0], head_count(self.query)
         scale = float(dropout.keep_scale(self.p))
         sizes = self.visible.shape
-        if not isinstance(self.mask, SequenceMask):
+        mask = self.mask.mask if isinstance(self.mask, ab.MaskWithTensorBias) else self.mask
+        if not isinstance(mask, SequenceMask):
             return Drop(dropout.dropout_mask(self.seed, self.p, batch, heads, *sizes), scale)
         keep = torch.ones(1, heads, *sizes, dtype=torch.bool, device=self.query.device)
-        rows = self.mask._key_rows(self.query.device)
-        count, lengths = self.mask.q_seqinfo.count, self.mask._lengths()
+        rows = mask._key_rows(self.query.device)
+        count, lengths = mask.q_seqinfo.count, mask._lengths()
         for s, (m, n) in enumerate(lengths):
             if m and n:
                 own = dropout.dropout_mask(self.seed, self.p, count, heads, m, n)[s]
-                start = self.mask.q_seqinfo.seqstart_py[s]
+                start = mask.q_seqinfo.seqstart_py[s]
                 keep[0, :, start : start + m, rows[s]] = own
         return Drop(keep, scale)
 
