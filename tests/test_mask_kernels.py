@@ -11,12 +11,12 @@ import mask_runs
 import pytest
 import torch
 from mask_runs import DENSE, DTYPES, LAYOUTS, PADDING, PAGES, SEQUENCES, SIZES, Q
-from tolerance import Checker
+from tolerance import TOP_LEFT, Checker, Drop
 from torch import Tensor
 
 import memeff_attn
 from memeff_attn import attn_bias as ab
-from memeff_attn import backward, ops
+from memeff_attn import backward, dropout, ops
 from memeff_attn.dropout import new_seed
 
 attention = memeff_attn.memory_efficient_attention
@@ -163,18 +163,19 @@ def test_dropout_over_sequences(device: str, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_batch_is_its_packed_form(device: str, dtype: str) -> None:
-    """Sequences of one length, packed, with dropout: the numbers of the batched call."""
+    """Sequences of one length, packed, with dropout, against the oracle of the batched call."""
     batch, length = 3, 70
     x = torch.randn(batch, length, 2, 64, device=device).to(DTYPES[dtype])
     packed = x.reshape(1, batch * length, 2, 64)
     mask = ab.BlockDiagonalMask.from_seqlens([length] * batch, device=device).make_causal()
-    seed = new_seed(torch.device(device))
+    seed, checker = new_seed(torch.device(device)), Checker()
     for p in (0.0, 0.4):
-        state = seed if p else None
-        out, lse = with_lse(packed, packed, packed, mask, p, seed=state)
-        whole, sums = with_lse(x, x, x, ab.LowerTriangularMask(), p, seed=state)
-        torch.testing.assert_close(out.view_as(whole), whole)
-        torch.testing.assert_close(lse[0].unflatten(1, (batch, length)).transpose(0, 1), sums)
+        out, lse = with_lse(packed, packed, packed, mask, p, seed=seed if p else None)
+        keep = dropout.dropout_mask(seed, p, batch, 2, length, length)
+        drop = Drop(keep, float(dropout.keep_scale(p))) if p else None
+        sums = lse[0].unflatten(1, (batch, length)).transpose(0, 1)
+        checker.attention(f"p {p}", out.view_as(x), sums, x, x, x, causal=TOP_LEFT, drop=drop)
+    checker.finish()
 
 
 # ---- what belongs to no sequence ----
