@@ -50,7 +50,7 @@ def test_sequences(device: str, name: str, dtype: str) -> None:
     checker, mask = Checker(), SEQUENCES[name](device)
     layouts = itertools.cycle(LAYOUTS)
     for dims in dims_of(dtype, device):
-        for layout in (next(layouts), next(layouts)):
+        for layout in itertools.islice(layouts, 2 if device == "cuda" else 1):
             label = f"{name} {dtype} {dims} {layout}"
             with checker.case(label):
                 run = mask_runs.make(mask, device, dtype, layout, dims)
@@ -109,7 +109,8 @@ def test_biases_over_sequences(device: str, kind: str, dtype: str) -> None:
             shape = OWN[kind](len(Q), *longest)
         else:
             shape = {"all": (1, 6, m, n), "all_1": (1, 1, m, n), "all_n": (1, 6, 1, n)}[kind]
-        for wide, dims in itertools.product((False, True), dims_of(dtype, device)[:2]):
+        kinds = (False, True) if device == "cuda" else (kind == "all",)
+        for wide, dims in itertools.product(kinds, dims_of(dtype, device)[:2]):
             label = f"{name} {kind} {dtype} {dims} fp32 bias {wide}"
             with checker.case(label):
                 run = mask_runs.make(mask, device, dtype, "gqa", dims)
