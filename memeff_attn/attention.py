@@ -68,8 +68,9 @@ def memory_efficient_attention(
     Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
         what rounding took from it); the backward pass takes the gradients and B * H * M floats and,
         where few blocks fill the GPU, partial sums: for each gradient at most 8 times its elements,
-        or 64 MiB, in float32. Nothing grows with M * N but a gradient of a bias that does. On the
-        CPU also a few blocks of scores.
+        or 64 MiB, in float32; with sequences none of these sums. Nothing grows with M * N but a
+        gradient of a bias that does, or that is broadcast over sequences (docs/masks.md, which
+        also says which pages are copied). On the CPU also a few blocks of scores.
     Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
         with V, gradients once, after all sums. float32 products are accurate to float32 unless
         torch allows TF32 (torch.backends.cuda.matmul). A query that sees no key gives 0, and adds 0
@@ -77,7 +78,8 @@ def memory_efficient_attention(
         are bit-deterministic.
     Raises:
         ValueError: inputs that disagree with each other, or with a named op.
-        NotImplementedError: legal inputs that no operator here takes, with the reasons.
+        NotImplementedError: legal inputs that no operator here takes, with the reasons; on a GPU a
+            gradient through rows of key and value that sequences share (pages).
         RuntimeError: a CUDA failure; a gradient of a gradient.
     Source: Rabe and Staats, "Self-attention does not need O(n^2) memory"; csrc/chained; interface
         of xFormers.
@@ -321,8 +323,9 @@ def _by_rule(
     named: list[Any] = [dispatch.resolve_op(op)]
     if isinstance(op, tuple):
         named.append(dispatch.resolve_bw_op(op))
-    for chosen in filter(None, named):
-        dispatch.ensure_op_takes(chosen, inputs)
+    for chosen in named if torch.is_grad_enabled() else named[:1]:
+        if chosen is not None:
+            dispatch.ensure_op_takes(chosen, inputs)
     if output_dtype not in (None, query.dtype):
         inputs.validate_inputs()
         raise NotImplementedError(dispatch.no_operator_text(inputs))

@@ -92,7 +92,10 @@ FAULTS: dict[str, Fault] = {
     "B07": Fault(
         "partial tile, position bias and causal",
         "PyTorch #153799",
-        (*_in("faults_backward", "test_b07_position_bias_on_a_partial_tile"), "[masks]"),
+        (
+            *_in("faults_backward", "test_b07_position_bias_on_a_partial_tile"),
+            *_in("faults_masks", "test_b07_position_bias_within_sequences"),
+        ),
     ),
     "B08": Fault(
         "a split of the keys with no visible key",
@@ -148,7 +151,10 @@ FAULTS: dict[str, Fault] = {
     "B14": Fault(
         "packed token offset times stride",
         "sglang #20389",
-        (*_in("faults_training", "test_b14_token_offset"), "[masks]"),
+        (
+            *_in("faults_training", "test_b14_token_offset"),
+            *_in("faults_masks", "test_b14_packed_offsets_beyond_2_to_the_31"),
+        ),
     ),
     "B15": Fault(
         "refused for a batch stride that is never used",
@@ -247,7 +253,10 @@ FAULTS: dict[str, Fault] = {
     "B28": Fault(
         "the same remap drops the window",
         "xFormers 1e13ad90",
-        (*_in("faults_layout", "test_b28_one_query_keeps_its_window"), "[masks]"),
+        (
+            *_in("faults_layout", "test_b28_one_query_keeps_its_window"),
+            *_in("faults_masks", "test_b28_one_query_keeps_its_window_of_shared_heads"),
+        ),
     ),
     "B29": Fault(
         "one head dim's kernel assumes contiguous strides",
@@ -353,18 +362,26 @@ FAULTS: dict[str, Fault] = {
             *_in("faults_training", "test_b39_gradients_of_empty_tensors"),
         ),
     ),
-    "B40": Fault("zero-length segments", "flash-attention #2562, #2421", ("[masks]",)),
+    "B40": Fault(
+        "zero-length segments",
+        "flash-attention #2562, #2421",
+        _in("faults_masks", "test_b40_zero_length_segments"),
+    ),
     "B41": Fault(
         "tiles beyond the last segment",
         "flash-attention #2763",
-        ("test_poison.py::test_backward_between_canaries", "[masks]"),
+        (
+            "test_poison.py::test_backward_between_canaries",
+            *_in("faults_masks", "test_b41_lengths_that_do_not_fill_tiles"),
+            *_in("mask_kernels", "test_rows_behind_the_last_sequence"),
+        ),
     ),
     "B42": Fault(
         "bounds mask skipped because no causal mask is needed",
         "flash-attention c65b5106",
         (
             "test_forward.py::test_oracle",
-            "[masks]",
+            *_in("faults_masks", "test_b42_many_queries_few_keys_in_a_sequence"),
             *_in("faults_backward", "test_b42_many_queries_few_keys"),
         ),
     ),
@@ -381,7 +398,7 @@ FAULTS: dict[str, Fault] = {
         "flash-attention #282, #380, #402, #517",
         (
             *_in("faults_softmax", "test_b44_corners", "test_b44_diagonal_with_a_bias"),
-            "[masks]",
+            *_in("faults_masks", "test_b44_a_mask_that_moves_stays_causal"),
         ),
     ),
     "B45": Fault(
@@ -448,7 +465,9 @@ FAULTS: dict[str, Fault] = {
             *_in("training_devices", "test_b48i_gradients_on_the_second_gpu"),
             *_in("faults_training", "test_b48n_reported_peak"),
             "test_memory.py::test_backward_peak_is_gradients_and_workspace",  # n
-            "[masks]",  # j (packed), p
+            *_in("mask_kernels", "test_a_graph_with_other_lengths"),  # j (packed)
+            *_in("mask_kernels", "test_nothing_waits_for_the_device"),
+            *_in("mask_kernels", "test_biases_over_sequences"),  # p
             "[clients]",  # o
         ),
     ),
