@@ -372,5 +372,5 @@ def test_host_cost_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def cost(function: Any) -> float:
         return min(timeit.repeat(function, number=2000, repeat=15))
 
-    assert attention_module._attention.__code__.co_argcount == 10
+    assert attention_module._attention.__code__.co_argcount == 11
     assert cost(lambda: attention(q, k, v, mask)) < 60 * cost(trivial)
