@@ -56,7 +56,7 @@ def pieces(device: str) -> dict[str, Callable[[], Any]]:
         out = torch.empty_like(q)
         stream = torch.cuda.current_stream().cuda_stream
         found["    _C.forward"] = lambda: _C.forward(
-            q, k, v, None, out, None, None, scale, 0.0, 0, False, "", stream
+            q, k, v, None, out, None, None, scale, 0.0, 0, False, "", None, stream
         )
         found["    torch.cuda.current_stream"] = lambda: torch.cuda.current_stream().cuda_stream
     found["    torch.empty_like"] = lambda: torch.empty_like(q)
