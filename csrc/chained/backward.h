@@ -31,6 +31,7 @@ struct BackwardBlock : BackwardTile<Traits> {
   using Tile::kTileM;
   using Tile::kTileN;
   using Tile::lane;
+  using Tile::n;
   using Tile::p;
   using Tile::see;
   using Tile::smem;
@@ -46,31 +47,32 @@ struct BackwardBlock : BackwardTile<Traits> {
 
   Head owner_head;  // of the owner rows; where keys own, the first of the query heads that share them
   Side owner;
+  int stored;           // rows of the owner's tile that the gradient has; <= 0: nothing to do
   int split, column0;   // part of the loop, first output column
   int first_tile, end;  // loop tiles that see something of the owner
-  int steps;            // this block's part of the loop
+  int steps = 0;        // this block's part of the loop
   Step now, next;
 
   CUTLASS_DEVICE BackwardBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_) : Tile(args_, smem_) {
     uint32_t rest = blockIdx.x;
     split = rest % args.splits, rest /= args.splits;
     column0 = rest % args.slabs * Traits::kValueTile, rest /= args.slabs;
-    uint32_t tile = rest % args.owner_tiles;
+    int tile = int(rest % args.owner_tiles);
     rest /= args.owner_tiles;
-    if (!kOwnerKeys) tile = args.owner_tiles - 1 - tile;  // causal: the longest rows first
+    if (!kOwnerKeys) tile = int(args.owner_tiles) - 1 - tile;  // causal: the longest rows first
     const uint32_t heads_per_owner = kOwnerKeys ? p.heads_per_kv : 1;
     owner_head = Head::of(rest / args.owner_heads, rest % args.owner_heads * heads_per_owner, f);
-    const int row0 = tile * kTileM;
+    const Located found = locate_problem<kOwnerKeys>(f, owner_head.batch, kTileM, uint32_t(tile));
+    this->set_problem(found.problem);
+    const int row0 = found.tile * kTileM;
+    stored = (kOwnerKeys ? n.key_rows : n.queries) - row0;
+    if (stored <= 0) return;
+    stored = stored < kTileM ? stored : kTileM;
     owner = kOwnerKeys ? this->key_side(owner_head, row0, kTileM) : this->query_side(owner_head, row0, kTileM);
-    end = args.loop_tiles;
-    first_tile = 0;
-    if (kOwnerKeys) {  // queries before the first that sees key row0 are no concern
-      const int64_t first_query = see.causal ? int64_t(row0) - see.diagonal : 0;
-      first_tile = first_query <= 0 ? 0 : first_query >= f.queries ? end : int(first_query) / kTileN;
-    } else {
-      const int keys = see.limit(row0 + owner.rows - 1);
-      end = keys <= 0 ? 0 : (keys + kTileN - 1) / kTileN;
-    }
+    const int last = row0 + owner.rows - 1;
+    first_tile = (kOwnerKeys ? see.first_query(row0) : see.first(row0)) / kTileN;
+    end = ((kOwnerKeys ? see.limit_query(last) : see.limit(last)) + kTileN - 1) / kTileN;
+    if (owner.rows == 0 || end < first_tile) end = first_tile;
     const int per_head = end - first_tile;
     const int64_t all = int64_t(per_head) * heads_per_owner;
     const int first = int(all * split / args.splits);
@@ -107,21 +109,26 @@ struct BackwardBlock : BackwardTile<Traits> {
   }
   CUTLASS_DEVICE void write_bias(FragmentS const& ds, int tile) const {
     if constexpr (Traits::kBias && Traits::kWhat == Gradient::kQuery) {
-      if (args.write_bias && column0 == 0) {
-        write_bias_tile<Element, Coord>(
-            ds, p.grad_bias, bias_gradient_at(p.grad_bias, owner_head.batch, owner_head.group, owner_head.member),
-            owner.row0 + this->warp_row, tile * kTileN + this->warp_column, f.queries, f.keys, lane);
-      }
+      if (!args.write_bias || column0 != 0) return;
+      const bool own = f.sequences.own_bias;
+      const int64_t row = own ? 0 : n.query_row, column = own ? 0 : n.key_row;
+      const int64_t at =
+          bias_gradient_at(p.grad_bias, own ? n.number() : n.batch, owner_head.group, owner_head.member) +
+          offset(row, p.grad_bias.stride_m) + offset(column, p.grad_bias.stride_n);
+      write_bias_tile<Element, Coord>(ds, p.grad_bias, at, owner.row0 + this->warp_row,
+                                      tile * kTileN + this->warp_column, n.queries, n.keys, lane);
     }
   }
-  // Tiles that no query of this block sees.
+  // Tiles that no query of this block sees. With packed sequences they are zero already.
   CUTLASS_DEVICE void clear_bias() const {
     if constexpr (Traits::kBias && Traits::kWhat == Gradient::kQuery) {
-      if (!args.write_bias || split + 1 != int(args.splits)) return;
+      if (!args.write_bias || split + 1 != int(args.splits) || f.sequences.query_starts != nullptr) return;
       FragmentS zero;
       zero.clear();
 #pragma unroll 1
-      for (int tile = end; tile < int(args.loop_tiles); ++tile) write_bias(zero, tile);
+      for (int tile = 0; tile < int(args.loop_tiles); ++tile) {
+        if (tile < first_tile || tile >= end) write_bias(zero, tile);
+      }
     }
   }
 
@@ -220,20 +227,21 @@ struct BackwardBlock : BackwardTile<Traits> {
   }
 
   // Rows of `view` for the owner's tile, columns from column0 on; splits write fp32 partial sums.
-  CUTLASS_DEVICE void store_gradient(FragmentO const& out, GradView const& view, int width, float const* scale) {
+  CUTLASS_DEVICE void store_gradient(FragmentO const& out, GradView const& view, int width) {
     if (view.data == nullptr) return;  // not wanted
-    const int64_t at = head_offset(view, owner_head.batch, owner_head.group, owner_head.member) +
-                       offset(owner.row0, view.stride_m) + column0;
+    const int64_t row = int64_t(kOwnerKeys ? n.key_row : n.query_row) + owner.row0;
+    const int64_t at =
+        head_offset(view, owner_head.batch, owner_head.group, owner_head.member) + offset(row, view.stride_m) + column0;
     if (view.splits > 1) {
       store_partial(out, static_cast<float*>(view.data) + offset(split, view.stride_split) + at, view.stride_m,
-                    width - column0, scale[0]);
+                    width - column0, smem.scale[0]);
       return;
     }
     const cutlass::layout::RowMajor layout(view.stride_m);
     typename Traits::OutputIterator::Params to(layout);
     typename Traits::OutputIterator destination(to, static_cast<Element*>(view.data) + at,
-                                                cutlass::MatrixCoord(owner.rows, width - column0), thread);
-    typename Traits::Visitor visitor(destination, typename Traits::Source(), scale);
+                                                cutlass::MatrixCoord(stored, width - column0), thread);
+    typename Traits::Visitor visitor(destination, typename Traits::Source(), smem.scale);
     typename Traits::Epilogue epilogue(smem.last, thread, warp, lane);
     epilogue(visitor, out);
   }
@@ -248,19 +256,17 @@ struct BackwardBlock : BackwardTile<Traits> {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < Coord::kColumns; ++j) {
         const int column = warp_column + Coord::column(lane, j);
-        if (row < owner.rows && column < columns) data[offset(row, stride) + column] = out[Coord::index(i, j)] * scale;
+        if (row < stored && column < columns) data[offset(row, stride) + column] = out[Coord::index(i, j)] * scale;
       }
     }
   }
 
   CUTLASS_DEVICE void run() {
+    if (stored <= 0) return;
     FragmentO first, second;
     first.clear();
     second.clear();
-    for (int i = thread; i < kTileM; i += Traits::kThreads) {
-      smem.scale[0][i] = f.scale;
-      smem.scale[1][i] = f.dropout.keep_scale;
-    }
+    set_scale(Traits::kFirst ? f.scale : f.dropout.keep_scale);
     if constexpr (Traits::kResident) {
       run_resident(first, second);
     } else {
@@ -268,11 +274,17 @@ struct BackwardBlock : BackwardTile<Traits> {
     }
     clear_bias();
     __syncthreads();  // scales are there; the epilogues' storage overlaps the operands
-    if constexpr (Traits::kFirst) {
-      store_gradient(first, kOwnerKeys ? p.grad_key : p.grad_query, f.head_dim, smem.scale[0]);
+    if constexpr (Traits::kFirst) store_gradient(first, kOwnerKeys ? p.grad_key : p.grad_query, f.head_dim);
+    if constexpr (Traits::kBoth) {
+      __syncthreads();  // one epilogue's storage and scales serve both
+      set_scale(f.dropout.keep_scale);
+      __syncthreads();
     }
-    if constexpr (Traits::kFirst && Traits::kSecond) __syncthreads();  // one epilogue's storage serves both
-    if constexpr (Traits::kSecond) store_gradient(second, p.grad_value, f.value_dim, smem.scale[1]);
+    if constexpr (Traits::kSecond) store_gradient(second, p.grad_value, f.value_dim);
+  }
+
+  CUTLASS_DEVICE void set_scale(float scale) const {
+    for (int i = thread; i < kTileM; i += Traits::kThreads) smem.scale[i] = scale;
   }
 };
 

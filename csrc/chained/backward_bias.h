@@ -51,7 +51,9 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
   CUTLASS_DEVICE BackwardBiasBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
       : Tile(args_, smem_),
         split(blockIdx.x % args_.splits),
-        own(blockIdx.x / args_.splits, args_.p.grad_bias, false, args_, args_.p.forward) {}
+        own(blockIdx.x / args_.splits, args_.p.grad_bias, false, args_, args_.p.forward) {
+    this->set_problem(locate_problem<false>(f, 0, kTileM, 0).problem);  // the same sizes for every batch entry
+  }
 
   CUTLASS_DEVICE uint32_t items() const {
     GradBiasView const& bias = p.grad_bias;
@@ -72,10 +74,6 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     const Head head{item.batch, item.group * f.heads_per_group + item.member, item.group, item.member};
     return {head, this->query_side(head, item.query_tile * kTileM, kTileM),
             this->key_side(head, item.key_tile * kTileN, kTileN)};
-  }
-  // Does some query of the tile see some of the keys?
-  CUTLASS_DEVICE bool is_visible(Item const& item) const {
-    return item.loop.row0 < this->see.limit(item.owner.row0 + item.owner.rows - 1);
   }
   CUTLASS_DEVICE void add(FragmentS& sum, FragmentS& s, FragmentS& ds, Item const& item) const {
     this->weigh(s, ds, item.head, item.owner, item.loop);
@@ -102,7 +100,7 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       __syncthreads();  // operands, bias and statistics are there; every warp is done with the other buffer
       const Item next = item_of(more ? index + 1 : index);
       if (Traits::kBuffers == 2 && more) load_item(next, buffer ^ 1);
-      if (is_visible(item)) {
+      if (this->any_visible(item.owner, item.loop)) {
         FragmentS s, ds;
         this->multiply_resident(s, ds, buffer, buffer);
         add(sum, s, ds, item);
@@ -122,7 +120,7 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     StreamedProduct<Traits> product(smem.operands.qk, thread, this->warp, lane);
     for (uint32_t index = first; index < last; ++index) {
       const Item item = item_of(index);
-      if (!is_visible(item)) continue;
+      if (!this->any_visible(item.owner, item.loop)) continue;
       __syncthreads();  // every warp is done with the bias, the statistics and the operands
       this->load_statistics(item.head, item.owner.row0);
       this->start_bias(item.head, item.owner, item.loop);

@@ -62,8 +62,6 @@ struct BackwardRow {
   static constexpr int kThreads = Query::kThreads;
 };
 
-inline int64_t tiles_of(int64_t rows, int tile) { return (rows + tile - 1) / tile; }
-
 // Launches on `stream` of the current device. Never synchronises, never allocates.
 template <typename Traits>
 Status launch_gradient(BackwardParams const& p, int64_t blocks, BackwardArgs& args, cudaStream_t stream,
@@ -87,7 +85,10 @@ Status launch_side(BackwardParams const& p, BackwardArgs args, int64_t width, in
   ForwardParams const& f = p.forward;
   constexpr bool kKeys = Traits::kOwnerKeys;
   args.owner_heads = uint32_t(kKeys ? f.heads / p.heads_per_kv : f.heads);
-  args.owner_tiles = uint32_t(tiles_of(kKeys ? f.keys : f.queries, Traits::kTileM));
+  const int32_t rows = kKeys ? f.keys : f.queries;
+  args.owner_tiles =
+      uint32_t(f.sequences.query_starts != nullptr ? packed_tiles(rows, Traits::kTileM, f.sequences.count)
+                                                   : tiles_of(rows, Traits::kTileM));
   args.loop_tiles = uint32_t(tiles_of(kKeys ? f.queries : f.keys, Traits::kTileN));
   args.slabs = uint32_t(Traits::kResident ? 1 : tiles_of(width, Traits::kValueTile));
   args.splits = uint32_t(splits);
@@ -123,8 +124,8 @@ Status launch_short(BackwardParams const& p, BackwardArgs args, cudaStream_t str
 // May one kernel write all three gradients, from sequences of up to `rows`?
 inline bool is_short(BackwardParams const& p, int rows) {
   const auto whole = [](GradView const& view) { return view.data != nullptr && view.splits == 1; };
-  return p.forward.queries <= rows && p.forward.keys <= rows && p.heads_per_kv == 1 && whole(p.grad_query) &&
-         whole(p.grad_key) && whole(p.grad_value);
+  return p.forward.sequences.query_starts == nullptr && p.forward.queries <= rows && p.forward.keys <= rows &&
+         p.heads_per_kv == 1 && whole(p.grad_query) && whole(p.grad_key) && whole(p.grad_value);
 }
 
 // Row: a BackwardRow. Starts the kernels of the gradients that are wanted.
@@ -134,10 +135,10 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   BackwardArgs args{};
   args.p = p;
   args.exponent = float(double(f.scale) * 1.4426950408889634);
-  args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias);
-  using Element = typename Row::Query::Element;
-  args.bias_copy = Row::Query::kStageBias ? bias_copy_width(f.bias, dtype_of<Element>()) : 0;
-  args.write_bias = Row::kFull && p.grad_query.data != nullptr && is_sum_free(p.grad_bias);
+  const bool packed = f.sequences.query_starts != nullptr;
+  args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, f.sequences);
+  args.bias_copy = bias_copy_of<typename Row::Query>(f);
+  args.write_bias = Row::kFull && is_sum_free(p.grad_bias) && (packed || p.grad_query.data != nullptr);
   const std::string where = name;
   const bool key = p.grad_key.data != nullptr, value = p.grad_value.data != nullptr;
   if constexpr (Row::kShort) {
@@ -149,7 +150,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
     }
   }
   Status status;
-  if (p.grad_query.data != nullptr) {
+  if (p.grad_query.data != nullptr || args.write_bias) {
     status = launch_side<typename Row::Query>(p, args, f.head_dim, p.grad_query.splits, stream, where + " (dQ)");
   }
   if constexpr (Row::kFused) {

@@ -43,17 +43,14 @@ struct BackwardShortBlock : BackwardTile<Traits> {
   Head head;
 
   CUTLASS_DEVICE BackwardShortBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
-      : Tile(args_, smem_), head(Head::of(blockIdx.x / args_.owner_heads, blockIdx.x % args_.owner_heads, f)) {}
-
-  // Does some query of the tile see some key of the other?
-  CUTLASS_DEVICE bool any_visible(Side const& keys, Side const& queries) const {
-    return keys.row0 < this->see.limit(queries.row0 + queries.rows - 1);
+      : Tile(args_, smem_), head(Head::of(blockIdx.x / args_.owner_heads, blockIdx.x % args_.owner_heads, f)) {
+    this->set_problem(locate_problem<false>(f, head.batch, kTileM, 0).problem);
   }
 
   // One pair of tiles; ends when P and dS may be overwritten.
   CUTLASS_DEVICE void add_pair(FragmentO& dk, FragmentO& dv, FragmentQ& dq, Side const& keys, int tile) {
     const Side queries = this->query_side(head, tile * kTileN, kTileN);
-    if (!any_visible(keys, queries)) return;
+    if (!this->any_visible(queries, keys)) return;
     FragmentS s, dp;
     this->multiply_resident(s, dp, tile);
     this->statistics0 = tile * kTileN;

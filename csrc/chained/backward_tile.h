@@ -54,13 +54,14 @@ struct BackwardTile {
   BackwardParams const& p;
   ForwardParams const& f;
   typename Traits::SharedStorage& smem;
-  Visibility see;
+  Problem const& n;       // in shared memory: seldom read, no registers
+  Visibility const& see;  // likewise
   int thread, warp, lane;
   int warp_row, warp_column;  // this warp's place in the tile of scores
   int statistics0 = 0;        // where the tile's statistics start in shared memory
 
   CUTLASS_DEVICE BackwardTile(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
-      : args(args_), p(args_.p), f(args_.p.forward), smem(smem_), see(args_.p.forward) {
+      : args(args_), p(args_.p), f(args_.p.forward), smem(smem_), n(smem_.n), see(smem_.see) {
     thread = threadIdx.x;
     warp = cutlass::canonical_warp_idx_sync();
     lane = thread & 31;
@@ -68,17 +69,29 @@ struct BackwardTile {
     warp_column = warp / Traits::kWarpsM * (kTileN / Traits::kWarpsN);
   }
 
+  // What the block works on; before anything else.
+  CUTLASS_DEVICE void set_problem(Problem const& problem) const {
+    if (thread == 0) {
+      smem.n = problem;
+      smem.see = Visibility(f, problem.queries, problem.keys);
+    }
+    __syncthreads();
+  }
+
   CUTLASS_DEVICE Side query_side(Head const& at, int row0, int tile) const {
-    const int left = f.queries - row0, rows = left < tile ? left : tile;
-    return {source(f.query, at, row0, rows, f.head_dim), source(p.grad_out, at, row0, rows, f.value_dim), row0, rows};
+    const int rows = rows_of(n.queries - row0, tile);
+    const int64_t row = int64_t(n.query_row) + row0;
+    return {source(f.query, at, row, rows, f.head_dim), source(p.grad_out, at, row, rows, f.value_dim), row0, rows};
   }
   CUTLASS_DEVICE Side key_side(Head const& at, int row0, int tile) const {
-    const int left = f.keys - row0, rows = left < tile ? left : tile;
-    return {source(f.key, at, row0, rows, f.head_dim), source(f.value, at, row0, rows, f.value_dim), row0, rows};
+    const int rows = rows_of(n.keys - row0, tile);
+    const int64_t row = int64_t(n.key_row) + row0;
+    return {source(f.key, at, row, rows, f.head_dim), source(f.value, at, row, rows, f.value_dim), row0, rows};
   }
-  CUTLASS_DEVICE static Source source(TensorView const& view, Head const& at, int row0, int rows, int columns) {
+  CUTLASS_DEVICE static int rows_of(int left, int tile) { return left < 0 ? 0 : left < tile ? left : tile; }
+  CUTLASS_DEVICE static Source source(TensorView const& view, Head const& at, int64_t row, int rows, int columns) {
     return {static_cast<Element const*>(view.data) + head_offset(view, at.batch, at.group, at.member) +
-                offset(row0, view.stride_m),
+                offset(row, view.stride_m),
             view.stride_m, rows, columns};
   }
 
@@ -87,8 +100,8 @@ struct BackwardTile {
     for (int i = thread; i < Traits::kStatRows; i += Traits::kThreads) {
       const int row = row0 + i;
       float lse = -negative_infinity(), low = 0.f, delta = 0.f;
-      if (row < f.queries) {
-        const int64_t place = head_offset(f.lse, at.batch, at.group, at.member) + row;
+      if (row < n.queries) {
+        const int64_t place = head_offset(f.lse, at.batch, at.group, at.member) + n.query_row + row;
         const float natural = f.lse.data[place];
         if (natural != negative_infinity()) {
           lse = Traits::kBias ? natural : natural * kLog2e;
@@ -96,7 +109,7 @@ struct BackwardTile {
             low = f.lse.low != nullptr ? f.lse.low[place] : 0.f;
             if (Traits::kExact) low = __fmaf_rn(natural, kLog2e, -lse) + __fmaf_rn(natural, kLog2eLow, low * kLog2e);
           }
-          delta = p.delta[offset(offset(at.batch, f.heads) + at.head, f.queries) + row];
+          delta = p.delta[offset(offset(at.batch, f.heads) + at.head, f.queries) + n.query_row + row];
         }
       }
       smem.lse[i] = lse;
@@ -197,14 +210,21 @@ struct BackwardTile {
     return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
   }
 
+  // The address of the bias of a query and a key of the sequence.
+  CUTLASS_DEVICE const char* bias_from(Head const& at, int query, int key) const {
+    const bool own = f.sequences.own_bias;
+    return bias_at(f.bias, own ? n.number() : at.batch, at.group, at.member, (own ? 0 : int64_t(n.query_row)) + query,
+                   (own ? 0 : int64_t(n.key_row)) + key);
+  }
+
   // Starts the copy of the bias of two tiles, where it passes through shared memory.
   CUTLASS_DEVICE void start_bias(Head const& at, Side const& owner, Side const& loop) const {
     if constexpr (Traits::kStageBias) {
       if (args.bias_copy == 0) return;
       const Side& queries = kOwnerKeys ? loop : owner;
       const int key0 = kOwnerKeys ? owner.row0 : loop.row0;
-      const char* from = bias_at(f.bias, at.batch, at.group, at.member, queries.row0, key0);
-      copy_bias<Traits::kThreads>(smem.bias, f.bias, from, args.bias_copy, queries.rows, f.keys - key0, thread);
+      const char* from = bias_from(at, queries.row0, key0);
+      copy_bias<Traits::kThreads>(smem.bias, f.bias, from, args.bias_copy, queries.rows, n.keys - key0, thread);
       cutlass::arch::cp_async_fence();
     }
   }
@@ -222,21 +242,24 @@ struct BackwardTile {
       }
     }
     BiasTile bias;
-    bias.data =
-        bias_at(f.bias, at.batch, at.group, at.member, kOwnerKeys ? 0 : owner.row0, kOwnerKeys ? owner.row0 : 0);
+    bias.data = kOwnerKeys ? bias_from(at, 0, owner.row0) : bias_from(at, owner.row0, 0);
     bias.stride_m = kOwnerKeys ? f.bias.stride_n : f.bias.stride_m;
     bias.stride_n = kOwnerKeys ? f.bias.stride_m : f.bias.stride_n;
     bias.dtype = f.bias.dtype;
     bias.pairs = !kOwnerKeys && args.bias_pairs;
     add_bias<Element, Coord>(s, bias, f.scale, warp_row, loop.row0 + warp_column, lane, owner.rows,
-                             kOwnerKeys ? f.queries : f.keys);
+                             kOwnerKeys ? n.queries : n.keys);
   }
 
   // Are all of both tiles' rows there, and does every query see every key?
   CUTLASS_DEVICE bool all_visible(Side const& owner, Side const& loop) const {
-    const int first_query = kOwnerKeys ? loop.row0 : owner.row0, queries = kOwnerKeys ? kTileN : kTileM;
-    const int last_key = kOwnerKeys ? owner.row0 + kTileM : loop.row0 + kTileN;
-    return first_query + queries <= f.queries && last_key <= see.limit(first_query);
+    const int query0 = kOwnerKeys ? loop.row0 : owner.row0, queries = kOwnerKeys ? kTileN : kTileM;
+    const int key0 = kOwnerKeys ? owner.row0 : loop.row0, keys = kOwnerKeys ? kTileM : kTileN;
+    return query0 + queries <= n.queries && key0 + keys <= see.limit(query0) && key0 >= see.first(query0 + queries - 1);
+  }
+  // Does some query see some key?
+  CUTLASS_DEVICE bool any_visible(Side const& queries, Side const& keys) const {
+    return keys.row0 < see.limit(queries.row0 + queries.rows - 1) && keys.row0 + keys.rows > see.first(queries.row0);
   }
 
   // s: raw products -> P, with dropped weights 0 where P is wanted; dp -> dS.
@@ -256,12 +279,9 @@ struct BackwardTile {
   };
   CUTLASS_DEVICE Columns visible_columns(int row, Side const& owner, Side const& loop) const {
     const int at = owner.row0 + row;
-    if (kOwnerKeys) {
-      const int64_t first = see.causal ? int64_t(at) - see.diagonal : 0;  // the first query that sees the key
-      const int64_t left = first - loop.row0;
-      return {at >= f.keys || left > kTileN ? kTileN : left < 0 ? 0 : int(left), f.queries - loop.row0};
-    }
-    return {0, at < f.queries ? see.limit(at) - loop.row0 : 0};
+    if (at >= (kOwnerKeys ? n.keys : n.queries)) return {0, 0};
+    if (kOwnerKeys) return {see.first_query(at) - loop.row0, see.limit_query(at) - loop.row0};
+    return {see.first(at) - loop.row0, see.limit(at) - loop.row0};
   }
 
   template <bool kMasked>
@@ -290,7 +310,7 @@ struct BackwardTile {
     };
     if constexpr (Traits::kDropout) {
       if (f.dropout.seed != nullptr) {
-        const DropoutHead dropout(f.dropout, at.batch * f.heads + at.head);
+        const DropoutHead dropout(f.dropout, (at.batch + n.sequence) * f.heads + at.head);
         each_cell<Coord, kOwnerKeys>(dropout, owner.row0 + warp_row, loop.row0 + warp_column, lane, element);
         return;
       }

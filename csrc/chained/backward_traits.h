@@ -142,9 +142,11 @@ struct BackwardTraits
       Operands operands;
       Last last;
     };
-    float lse[kStatRows];           // +inf for a query that sees nothing or is none
-    float delta[kStatRows];         // 0 for those
-    float scale[2][Chain::kTileM];  // of the outputs, for their epilogues
+    Problem n;
+    Visibility see;
+    float lse[kStatRows];        // +inf for a query that sees nothing or is none
+    float delta[kStatRows];      // 0 for those
+    float scale[Chain::kTileM];  // of the output, for its epilogue
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");

@@ -15,6 +15,7 @@
 #include "chained/traits.h"
 #include "common/bias.h"
 #include "common/dropout.h"
+#include "common/sequences.h"
 #include "common/tile_map.h"
 #include "common/visibility.h"
 
@@ -52,58 +53,94 @@ struct ForwardBlock {
   ForwardArgs const& args;
   ForwardParams const& p;
   SharedStorage& smem;
-  Visibility see;
+  Problem const& n;       // in shared memory: seldom read, no registers
+  Visibility const& see;  // likewise
   TileCoord at;
   typename Traits::DropoutState dropout;
   int thread, warp, lane;
   int warp_m, warp_n;  // this warp's place in the grid of warps
   int row0;            // first query of the tile
-  int rows;            // valid queries of the tile
+  int rows;            // valid queries of the tile; <= 0: nothing to do
   int value0, values;  // first column and valid columns of this block's values
+  int keys_begin;      // the first key block that some row of the tile sees
   int keys_end;        // keys that some row of the tile sees
-  int keys_unmasked;   // keys that every row of the tile sees
+  int whole_end;       // keys before it are hidden from no row but for a window's left side
   Element const *query, *key, *value;
   BiasTile bias;
   State state;
 
   CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_)
+      : ForwardBlock(args_, smem_, locate(args_.map, blockIdx.x)) {}
+  CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_, TileCoord at_)
+      : ForwardBlock(args_, smem_, at_, locate_problem<false>(args_.p, at_.batch, kTileM, at_.tile)) {}
+  CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_, TileCoord const& at_,
+                              Located const& found)
       : args(args_),
         p(args_.p),
         smem(smem_),
-        see(args_.p),
-        at(locate(args_.map, blockIdx.x)),
-        dropout(args_.p.dropout, at.batch * args_.p.heads + at.head) {
+        n(smem_.scratch.n),
+        see(smem_.scratch.see),
+        at(at_),
+        dropout(args_.p.dropout, found.problem.number() * args_.p.heads + at_.head) {
     thread = threadIdx.x;
     warp = cutlass::canonical_warp_idx_sync();
     lane = thread & 31;
     warp_m = warp % Traits::kWarpsM;
     warp_n = warp / Traits::kWarpsM;
-    const int group = at.head / p.heads_per_group, member = at.head % p.heads_per_group;
-    row0 = at.tile * kTileM;
-    rows = p.queries - row0 < kTileM ? p.queries - row0 : kTileM;
+    row0 = found.tile * kTileM;
+    rows = found.problem.queries - row0 < kTileM ? found.problem.queries - row0 : kTileM;
     value0 = kInMemory ? 0 : at.slab * kValueTile;
     values = p.value_dim - value0;
-    keys_end = see.limit(row0 + rows - 1);
-    keys_unmasked = see.limit(row0);
-    query = static_cast<Element const*>(p.query.data) + head_offset(p.query, at.batch, group, member) +
-            offset(row0, p.query.stride_m);
-    key = static_cast<Element const*>(p.key.data) + head_offset(p.key, at.batch, group, member);
-    value = static_cast<Element const*>(p.value.data) + head_offset(p.value, at.batch, group, member) + value0;
+    const Visibility limits(p, found.problem.queries, found.problem.keys);
+    const int last = row0 + rows - 1;
+    whole_end = limits.limit(row0);
+    keys_begin = limits.first(row0) / kTileN * kTileN;
+    keys_end = limits.limit(last);
     if (thread == 0) {
-      smem.scratch.out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, group, member) +
-                         offset(row0, p.out.stride_m) + value0;
+      smem.scratch.n = found.problem;
+      smem.scratch.see = limits;
+      smem.scratch.whole_begin = limits.first(last);
+    }
+    __syncthreads();  // sizes are there
+    if (rows > 0) find_operands();
+  }
+
+  CUTLASS_DEVICE void find_operands() {
+    const int group = at.head / p.heads_per_group, member = at.head % p.heads_per_group;
+    const int64_t query_row = int64_t(n.query_row) + row0;
+    query = static_cast<Element const*>(p.query.data) + head_offset(p.query, n.batch, group, member) +
+            offset(query_row, p.query.stride_m);
+    key = static_cast<Element const*>(p.key.data) + head_offset(p.key, n.batch, group, member) +
+          offset(n.key_row, p.key.stride_m);
+    value = static_cast<Element const*>(p.value.data) + head_offset(p.value, n.batch, group, member) +
+            offset(n.key_row, p.value.stride_m) + value0;
+    if (thread == 0) {
+      smem.scratch.out = static_cast<Element*>(p.out.data) + head_offset(p.out, n.batch, group, member) +
+                         offset(query_row, p.out.stride_m) + value0;
       smem.scratch.lse = p.lse.data == nullptr || at.slab != 0
                              ? nullptr
-                             : p.lse.data + head_offset(p.lse, at.batch, group, member) + row0;
+                             : p.lse.data + head_offset(p.lse, n.batch, group, member) + query_row;
     }
     if (Traits::kBias && p.bias.data != nullptr) {
-      bias.data = bias_at(p.bias, at.batch, group, member, row0, 0);
+      const bool own = p.sequences.own_bias;
+      bias.data =
+          bias_at(p.bias, own ? n.number() : n.batch, group, member, own ? row0 : query_row, own ? 0 : n.key_row);
       bias.stride_m = p.bias.stride_m;
       bias.stride_n = p.bias.stride_n;
       bias.dtype = p.bias.dtype;
       bias.pairs = args.bias_pairs;
     }
   }
+
+  // The row that holds a key block's first key, counted from the sequence's first. A page holds whole key blocks.
+  CUTLASS_DEVICE int64_t key_row(int key0) const {
+    const Sequences& s = p.sequences;
+    if (s.block_tables == nullptr) return key0;
+    const int32_t page = __ldg(s.block_tables + offset(n.sequence, s.stride_table) + key0 / s.page_size);
+    return offset(page, s.page_size) + key0 % s.page_size;
+  }
+  CUTLASS_DEVICE Element const* key_at(int key0) const { return key + offset(key_row(key0), p.key.stride_m); }
+  CUTLASS_DEVICE Element const* value_at(int key0) const { return value + offset(key_row(key0), p.value.stride_m); }
 
   CUTLASS_DEVICE int warp_row() const { return warp_m * (kTileM / Traits::kWarpsM); }
   CUTLASS_DEVICE int warp_column() const { return warp_n * (kTileN / Traits::kWarpsN); }
@@ -123,7 +160,7 @@ struct ForwardBlock {
     if constexpr (Traits::kStageBias) {
       if (args.bias_copy == 0) return;
       const char* from = bias.data + offset(key0, bytes_of(bias.dtype));
-      copy_bias<Traits::kThreads>(smem.bias, p.bias, from, args.bias_copy, rows, p.keys - key0, thread);
+      copy_bias<Traits::kThreads>(smem.bias, p.bias, from, args.bias_copy, rows, n.keys - key0, thread);
       cutlass::arch::cp_async_fence();
     }
   }
@@ -135,7 +172,7 @@ struct ForwardBlock {
         return;
       }
     }
-    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, p.keys);
+    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, n.keys);
   }
 
   // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
@@ -146,14 +183,26 @@ struct ForwardBlock {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= args.premultiply;
     }
-    if (key0 + kTileN > keys_unmasked) {
+    if (key0 + kTileN > whole_end || key0 < smem.scratch.whole_begin) {
+      if (see.left < 0) {
+        hide<false>(s, key0 + warp_column());
+      } else {
+        hide<true>(s, key0 + warp_column());
+      }
+    }
+  }
+
+  // Columns outside [first, limit) of each row become -inf. kLeft: first is not 0.
+  template <bool kLeft>
+  CUTLASS_DEVICE void hide(FragmentS& s, int column0) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordS::kRows; ++i) {
+      const int row = row0 + warp_row() + CoordS::row(lane, i);
+      const int limit = see.limit(row) - column0, first = kLeft ? see.first(row) - column0 : 0;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < CoordS::kRows; ++i) {
-        const int limit = see.limit(row0 + warp_row() + CoordS::row(lane, i)) - key0 - warp_column();
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < CoordS::kColumns; ++j) {
-          if (CoordS::column(lane, j) >= limit) s[CoordS::index(i, j)] = negative_infinity();
-        }
+      for (int j = 0; j < CoordS::kColumns; ++j) {
+        const int column = CoordS::column(lane, j);
+        if (column >= limit || (kLeft && column < first)) s[CoordS::index(i, j)] = negative_infinity();
       }
     }
   }
@@ -296,7 +345,7 @@ struct ForwardBlock {
   // --- main loops ---
 
   CUTLASS_DEVICE void start_values(typename Traits::ValueLoader& loader, int key0, int column0) const {
-    loader.start(value + offset(key0, p.value.stride_m) + column0, p.value.stride_m, keys_end - key0, values - column0);
+    loader.start(value_at(key0) + column0, p.value.stride_m, keys_end - key0, values - column0);
     if (kAsync) cutlass::arch::cp_async_fence();
   }
 
@@ -317,13 +366,13 @@ struct ForwardBlock {
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
     const QkMma qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
-    if (keys_end > 0) {
+    if (keys_begin < keys_end) {
       queries.start(query, p.query.stride_m, rows, p.head_dim);
-      keys.start(key, p.key.stride_m, keys_end, p.head_dim);
+      keys.start(key_at(keys_begin), p.key.stride_m, keys_end - keys_begin, p.head_dim);
       cutlass::arch::cp_async_fence();
-      start_bias(0);
+      start_bias(keys_begin);
     }
-    for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
+    for (int key0 = keys_begin; key0 < keys_end; key0 += kTileN) {
       cutlass::arch::cp_async_wait<0>();
       __syncthreads();  // K(j) is there; every warp is done with P and V(j-1)
       start_values(loader, key0, 0);
@@ -336,7 +385,7 @@ struct ForwardBlock {
       cutlass::arch::cp_async_wait<0>();
       __syncthreads();  // V(j) is there, maxima are published; every warp is done with K(j)
       if (key0 + kTileN < keys_end) {
-        keys.start(key + offset(key0 + kTileN, p.key.stride_m), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
+        keys.start(key_at(key0 + kTileN), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
         cutlass::arch::cp_async_fence();
         start_bias(key0 + kTileN);
       }
@@ -369,19 +418,19 @@ struct ForwardBlock {
 
   CUTLASS_DEVICE TileSource<Element> query_source() const { return {query, p.query.stride_m, rows, p.head_dim}; }
   CUTLASS_DEVICE TileSource<Element> key_source(int key0) const {
-    return {key + offset(key0, p.key.stride_m), p.key.stride_m, keys_end - key0, p.head_dim};
+    return {key_at(key0), p.key.stride_m, keys_end - key0, p.head_dim};
   }
 
   CUTLASS_DEVICE void run_streamed(FragmentO& o) {
-    if (keys_end <= 0) return;
+    if (keys_begin >= keys_end) return;
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
     StreamedProduct<Traits> qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
-    start_bias(0);
-    auto pass = qk.start(query_source(), key_source(0));
-    for (int key0 = 0; key0 < keys_end; key0 += kTileN) {
+    start_bias(keys_begin);
+    auto pass = qk.start(query_source(), key_source(keys_begin));
+    for (int key0 = keys_begin; key0 < keys_end; key0 += kTileN) {
       if (kAsync && !kInMemory) {
-        if (key0 > 0) __syncthreads();  // every warp is done with V(j-1)
+        if (key0 > keys_begin) __syncthreads();  // every warp is done with V(j-1)
         start_values(loader, key0, 0);
       }
       FragmentS s;
@@ -435,12 +484,13 @@ struct ForwardBlock {
       FragmentO o;
       o.clear();
       pv(o, keys_end - key0);
-      store_output(o, smem.epilogue, column0, key0 > 0);
+      store_output(o, smem.epilogue, column0, key0 > keys_begin);
       __syncthreads();  // every warp is done with V's tile and the epilogue's storage
     }
   }
 
   CUTLASS_DEVICE void run() {
+    if (rows <= 0) return;
     FragmentO o;
     o.clear();
     if constexpr (kResident) {
@@ -448,7 +498,7 @@ struct ForwardBlock {
     } else {
       run_streamed(o);
     }
-    if (kInMemory && keys_end > 0) return;
+    if (kInMemory && keys_begin < keys_end) return;
     float inverse[CoordS::kRows];
     bool add = false;
     if constexpr (kFlush) {

@@ -11,16 +11,26 @@ namespace memeff {
 namespace chained {
 
 // True when the elements (row, even column) of every row of the bias are aligned to two elements.
-inline bool bias_in_pairs(BiasView const& bias) {
+inline bool bias_in_pairs(BiasView const& bias, Sequences const& sequences) {
+  if (is_packed_bias(sequences)) return false;
   const int64_t odd = (bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m) & 1;
   return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes_of(bias.dtype)) == 0;
 }
+
+inline int64_t tiles_of(int64_t rows, int tile) { return (rows + tile - 1) / tile; }
 
 template <typename Element>
 constexpr DType dtype_of() {
   return std::is_same<Element, float>::value             ? DType::kF32
          : std::is_same<Element, cutlass::half_t>::value ? DType::kF16
                                                          : DType::kBF16;
+}
+
+// Bytes of the copies that bring the bias to shared memory (common/bias.h), 0: none.
+template <typename Traits>
+int bias_copy_of(ForwardParams const& p) {
+  if (!Traits::kStageBias || is_packed_bias(p.sequences)) return 0;
+  return bias_copy_width(p.bias, dtype_of<typename Traits::Element>());
 }
 
 template <typename Traits>
@@ -30,13 +40,15 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   const bool folded = !Traits::kBias && p.scale > 0.f;
   args.premultiply = folded ? 1.f : p.scale;
   args.exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
-  args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias);
-  args.bias_copy = Traits::kStageBias ? bias_copy_width(p.bias, dtype_of<typename Traits::Element>()) : 0;
+  args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, p.sequences);
+  args.bias_copy = bias_copy_of<Traits>(p);
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;
   const int64_t bytes_per_head =
       int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
-  args.map = make_tile_map(p.batch, p.heads, p.queries, Traits::kTileM, p.value_dim, slab, bytes_per_head,
-                           p.causal != Causal::kNone);
+  const int64_t tiles = p.sequences.query_starts != nullptr ? packed_tiles(p.queries, Traits::kTileM, p.sequences.count)
+                                                            : tiles_of(p.queries, Traits::kTileM);
+  args.map = make_tile_map(p.batch, p.heads, tiles, tiles_of(p.value_dim, slab), bytes_per_head,
+                           p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0);
   return args;
 }
 

@@ -18,6 +18,7 @@
 #include "common/bias.h"
 #include "common/dropout.h"
 #include "common/softmax.h"
+#include "common/visibility.h"
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor.h"
 #include "cutlass/gemm/threadblock/default_mma.h"
 #include "cutlass/gemm/threadblock/mma_pipelined.h"
@@ -265,7 +266,11 @@ struct ForwardTraits {
   struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
-    Element* out;                     // kept here, not in registers, until the epilogue
+    // Kept here, not in registers.
+    Problem n;
+    Visibility see;
+    int whole_begin;  // keys from it on are hidden from no row by a window's left side
+    Element* out;
     float* lse;
   };
   struct SharedStorage : BiasStageOf<kTileM> {

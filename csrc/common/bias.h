@@ -12,6 +12,7 @@
 
 #include "common/offset.h"
 #include "common/ptx.h"
+#include "common/sequences.h"
 #include "common/softmax.h"
 #include "cutlass/array.h"
 #include "cutlass/cutlass.h"
@@ -26,12 +27,16 @@ struct BiasTile {
   bool pairs;  // stride_n == 1 and elements (row, 2i) are aligned to two elements
 };
 
-// The address of element (query, key) of a head.
-CUTLASS_DEVICE const char* bias_at(BiasView const& bias, int64_t batch, int group, int member, int query, int key) {
+// The address of an element.
+CUTLASS_DEVICE const char* bias_at(BiasView const& bias, int64_t batch, int group, int member, int64_t query,
+                                   int64_t key) {
   const int64_t at =
       head_offset(bias, batch, group, member) + offset(query, bias.stride_m) + offset(key, bias.stride_n);
   return static_cast<const char*>(bias.data) + at * bytes_of(bias.dtype);
 }
+
+// Does the bias cover all packed sequences at once, so that one of them may start at any element of it?
+inline bool is_packed_bias(Sequences const& s) { return s.query_starts != nullptr && !s.own_bias; }
 
 // A bool is read as a byte: CUTLASS packs arrays of bool by the bit.
 using BoolByte = uint8_t;

@@ -18,7 +18,7 @@ struct TileMap {
   uint32_t blocks = 0;         // size of the grid
   uint32_t batch_heads = 1;    // B * H
   uint32_t heads = 1;          // H
-  uint32_t tiles = 1;          // ceil(M / kTileM)
+  uint32_t tiles = 1;          // ceil(M / kTileM); of packed sequences: their tile numbers (sequences.h)
   uint32_t slabs = 1;          // ceil(Kv / kValueTile)
   uint32_t section_heads = 1;  // heads that share a section
   bool longest_first = false;  // causal: the last query tiles see the most keys
@@ -33,11 +33,9 @@ struct TileCoord {
 constexpr int64_t kSectionBytes = 16 << 20;
 
 // Returns blocks = 0 when the grid would exceed the launch limit of 2^31 - 1.
-inline TileMap make_tile_map(int64_t batch, int heads, int queries, int tile_m, int value_dim, int value_tile,
-                             int64_t bytes_per_head, bool longest_first) {
+inline TileMap make_tile_map(int64_t batch, int heads, int64_t tiles, int64_t slabs, int64_t bytes_per_head,
+                             bool longest_first) {
   TileMap map;
-  const int64_t tiles = (int64_t(queries) + tile_m - 1) / tile_m;
-  const int64_t slabs = (int64_t(value_dim) + value_tile - 1) / value_tile;
   const int64_t blocks = batch * heads * tiles * slabs;
   if (batch * heads > INT32_MAX || blocks > INT32_MAX) return map;
   map.blocks = uint32_t(blocks);

@@ -1,0 +1,117 @@
+// Which rows of the tensors a thread block works on: a tile of one batch entry, or of one of the sequences that are
+// packed along the length.
+//
+// Tiles of packed sequences are found without any table, so that lengths may change on the device: with T rows a tile,
+// sequence s owns the tile numbers from  start(s) / T + s + 1  up to the next one's, at least as many as it has tiles;
+// the rows before the first sequence are sequence -1, those behind the last one sequence `count`; both have no keys.
+//
+//   start    0          37               100 (count = 2; T = 64, 200 rows)
+//   tiles    [1]        [2 . 3]          [4 . 5 ...]        "." has no rows, its block ends at once
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+#include "params.h"
+
+namespace memeff {
+
+// One sequence: where its rows lie and how many there are.
+struct Problem {
+  int queries, keys;       // M, N
+  int key_rows;            // keys and the unused rows behind them
+  int query_row, key_row;  // of the first ones in the tensors
+  uint32_t batch;          // of the tensors; 0 with packed sequences
+  uint32_t sequence;       // of the packed sequences; 0 without
+
+  CUTLASS_DEVICE uint32_t number() const { return batch + sequence; }  // what dropout and a bias of its own count
+};
+
+// Upper bound of the tile numbers over `rows` rows.
+inline int64_t packed_tiles(int64_t rows, int tile, int64_t count) { return rows / tile + count + 2; }
+
+namespace sequences {
+
+// The starts of one side's sequences; `count` for the end.
+struct Starts {
+  const int32_t* data;
+  int count, end;
+  CUTLASS_DEVICE int at(int s) const { return s < count ? __ldg(data + s) : end; }
+};
+
+// starts and the end of what they cut: the last start, or all rows where lengths say what is used.
+CUTLASS_DEVICE Starts query_starts(ForwardParams const& p) {
+  return {p.sequences.query_starts, p.sequences.count, __ldg(p.sequences.query_starts + p.sequences.count)};
+}
+CUTLASS_DEVICE Starts key_starts(ForwardParams const& p) {
+  const Sequences& s = p.sequences;
+  return {s.key_starts, s.count, s.key_lengths != nullptr ? p.keys : __ldg(s.key_starts + s.count)};
+}
+
+// The last s in [-1, count] with start(s) / tile + s + 1 <= number. A warp tests 32 candidates at once.
+CUTLASS_DEVICE int find(Starts const& starts, int tile, int number) {
+  int low = -1, high = starts.count;  // the answer is in [low, high]
+  const int lane = threadIdx.x & 31;
+  while (low < high) {
+    const int step = (high - low + 31) / 32, s = low + (lane + 1) * step;
+    const bool reached = s <= high && starts.at(s) / tile + s + 1 <= number;
+    const int passed = __popc(__ballot_sync(0xffffffffu, reached));  // candidates rise, so do their tile numbers
+    const int next = low + passed * step;
+    high = next + step - 1 < high ? next + step - 1 : high;
+    low = next;
+  }
+  return low;
+}
+
+CUTLASS_DEVICE int number_of(Starts const& starts, int tile, int s) { return s < 0 ? 0 : starts.at(s) / tile + s + 1; }
+
+// The sequence s; `rows`: of queries, all of them where s is none.
+CUTLASS_DEVICE Problem problem_of(ForwardParams const& p, int s) {
+  Problem x{};
+  const Sequences& q = p.sequences;
+  if (s < 0 || s >= q.count) return x;
+  x.sequence = uint32_t(s);
+  x.query_row = __ldg(q.query_starts + s);
+  x.queries = __ldg(q.query_starts + s + 1) - x.query_row;
+  if (q.block_tables != nullptr) {
+    x.keys = x.key_rows = __ldg(q.key_lengths + s);
+    return x;
+  }
+  const Starts keys = key_starts(p);
+  x.key_row = keys.at(s);
+  x.key_rows = keys.at(s + 1) - x.key_row;
+  x.keys = q.key_lengths != nullptr ? __ldg(q.key_lengths + s) : x.key_rows;
+  return x;
+}
+
+}  // namespace sequences
+
+struct Located {
+  Problem problem;
+  int tile;  // within the sequence
+};
+
+// A tile of queries (kKeys: of keys) by its number within a batch entry.
+template <bool kKeys>
+CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, int rows_per_tile, uint32_t number) {
+  Located found{{}, int(number)};
+  Problem& x = found.problem;
+  if (p.sequences.query_starts == nullptr) {
+    x.queries = p.queries;
+    x.keys = x.key_rows = p.keys;
+    x.batch = batch;
+    return found;
+  }
+  const sequences::Starts starts = kKeys ? sequences::key_starts(p) : sequences::query_starts(p);
+  const int s = sequences::find(starts, rows_per_tile, int(number));
+  found.tile -= sequences::number_of(starts, rows_per_tile, s);
+  x = sequences::problem_of(p, s);
+  if (s < 0 || s == starts.count) {  // rows of no sequence
+    const int first = s < 0 ? 0 : starts.end, all = kKeys ? p.keys : p.queries;
+    (kKeys ? x.key_row : x.query_row) = first;
+    (kKeys ? x.key_rows : x.queries) = (s < 0 ? starts.at(0) : all) - first;
+  }
+  return found;
+}
+
+}  // namespace memeff
