@@ -24,15 +24,16 @@ enum class Math : int32_t { kIeee = 0, kTf32 = 1 };
 enum class Anchor : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 
 // Sequences packed along the length of one batch entry (B = 1); M, N and the numbers of queries and keys count within
-// one. query_starts null: none, every batch entry is a sequence. All addresses are on the device; kernels read them when
-// they run, so lengths may change between replays of a CUDA graph. Starts do not fall.
+// one. query_starts null: none, every batch entry is a sequence. All addresses are on the device; kernels read them
+// when they run, so lengths may change between replays of a CUDA graph. Starts do not fall.
 struct Sequences {
   const int32_t* query_starts = nullptr;  // [count + 1], the last one is the end
   const int32_t* key_starts = nullptr;    // [count + 1]; not read with pages
   const int32_t* key_lengths = nullptr;   // [count]; null: up to the next start
-  const int32_t* block_tables = nullptr;  // [count, pages]; null: no pages. Key t is row table[t / size] * size + t % size
-  int64_t stride_table = 0;               // elements from one sequence's table to the next
-  int32_t page_size = 0;                  // keys, a multiple of 128 (the longest key tile)
+  const int32_t* block_tables =
+      nullptr;               // [count, pages]; null: no pages. Key t is row table[t / size] * size + t % size
+  int64_t stride_table = 0;  // elements from one sequence's table to the next
+  int32_t page_size = 0;     // keys, a multiple of 128 (the longest key tile)
   int32_t count = 0;
   bool own_bias = false;  // the bias' B, M and N are those of the sequences: it starts anew in each
 };
@@ -82,6 +83,15 @@ struct Dropout {
   float keep_scale = 1.f;         // 1 / (1 - threshold / 65536); 0 where everything is dropped
 };
 
+// The keys cut into parts, one thread block each (few queries: else there are too few blocks). Part s writes its out,
+// divided by its own sum, and its log-sum-exp in two parts; reduce::launch_merge puts them together. fp32, contiguous.
+struct Partial {
+  float* out = nullptr;      // [splits, B, H, M, Kv]
+  float* lse = nullptr;      // [splits, B, H, M]
+  float* lse_low = nullptr;  // likewise
+  int32_t splits = 1;        // 1: not cut, out and lse are written as they are
+};
+
 // out = softmax(scale * query keyT + bias, over visible keys) value
 struct ForwardParams {
   TensorView query, key, value;
@@ -101,6 +111,7 @@ struct ForwardParams {
   int32_t window_right = -1;  // 0: causal
   Sequences sequences;        // then batch = 1; queries and keys are the rows of the tensors, over all sequences
   Dropout dropout;
+  Partial partial;  // 16-bit inputs only
 };
 
 // A gradient to write. splits > 1: block s of the loop writes its fp32 partial sum at data + s * stride_split, to be
@@ -115,8 +126,8 @@ struct GradView {
   int32_t splits = 1;
 };
 
-// Gradient of the bias, summed over the dimensions along which the bias is broadcast. With sequences no dimension may be
-// (every sum_* is false), and only elements that some query and key of one sequence share are written.
+// Gradient of the bias, summed over the dimensions along which the bias is broadcast. With sequences no dimension may
+// be (every sum_* is false), and only elements that some query and key of one sequence share are written.
 struct GradBiasView {
   void* data = nullptr;       // null: not wanted
   DType dtype = DType::kF32;  // of what is written: kF32 for partial sums
@@ -130,7 +141,8 @@ struct GradBiasView {
   int32_t splits = 1;
 };
 
-// Gradients of sum(out * grad_out). With sequences: no pages, key_starts that do not overlap. forward.lse holds the forward's log-sum-exp (not null); forward.out is not used.
+// Gradients of sum(out * grad_out). With sequences: no pages, key_starts that do not overlap. forward.lse holds the
+// forward's log-sum-exp (not null); forward.out is not used.
 struct BackwardParams {
   ForwardParams forward;
   TensorView grad_out;           // [B, M, G, heads_per_group, Kv]

@@ -96,6 +96,7 @@ struct ForwardBlock {
     whole_end = limits.limit(row0);
     keys_begin = limits.first(row0) / kTileN * kTileN;
     keys_end = limits.limit(last);
+    if constexpr (Traits::kSplits) take_part();
     if (thread == 0) {
       smem.scratch.n = found.problem;
       smem.scratch.see = limits;
@@ -103,6 +104,17 @@ struct ForwardBlock {
     }
     __syncthreads();  // sizes are there
     if (rows > 0) find_operands();
+  }
+
+  // This block's part of the key blocks, if they are cut into parts.
+  CUTLASS_DEVICE void take_part() {
+    if (args.map.splits == 1) return;
+    const int blocks = keys_begin < keys_end ? (keys_end - keys_begin + kTileN - 1) / kTileN : 0;
+    const int first = int(int64_t(blocks) * at.split / args.map.splits);
+    const int after = int(int64_t(blocks) * (at.split + 1) / args.map.splits);
+    const int end = keys_begin + after * kTileN;
+    keys_begin += first * kTileN;
+    keys_end = end < keys_end ? end : keys_end;
   }
 
   CUTLASS_DEVICE void find_operands() {
@@ -307,10 +319,41 @@ struct ForwardBlock {
       }
       inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
       if constexpr (Traits::kDropout) inverse[i] *= p.dropout.keep_scale;
+      if constexpr (Traits::kSplits) {
+        if (args.map.splits > 1) {
+          store_partial_lse(i, row);
+          continue;
+        }
+      }
       if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) {
         const float2 both = log_sum_exp<Exponent>(Exponent::reference(state.max[i], args.exponent), state.sum[i]);
         lse[row] = both.x;
         if (p.lse.low != nullptr) lse[row + (p.lse.low - p.lse.data)] = both.y;
+      }
+    }
+  }
+
+  // Rows of the partial results before this tile's.
+  CUTLASS_DEVICE int64_t partial_row() const {
+    const int64_t head = offset(offset(at.split, p.batch) + at.batch, p.heads) + at.head;
+    return offset(head, p.queries) + n.query_row + row0;
+  }
+  CUTLASS_DEVICE void store_partial_lse(int i, int row) const {
+    if (warp_n != 0 || !row_leader() || row >= rows || at.slab != 0) return;
+    const float2 both = log_sum_exp<Exponent>(Exponent::reference(state.max[i], args.exponent), state.sum[i]);
+    p.partial.lse[partial_row() + row] = both.x;
+    p.partial.lse_low[partial_row() + row] = both.y;
+  }
+  CUTLASS_DEVICE void store_partial(FragmentO const& o, float const (&inverse)[CoordS::kRows]) const {
+    const int first = warp_n * (kValueTile / Traits::kWarpsN);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < CoordO::kRows; ++i) {
+      const int row = warp_row() + CoordO::row(lane, i);
+      float* line = p.partial.out + offset(partial_row() + row, p.value_dim) + value0;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < CoordO::kColumns; ++j) {
+        const int column = first + CoordO::column(lane, j);
+        if (row < rows && column < values) line[column] = o[CoordO::index(i, j)] * inverse[i];
       }
     }
   }
@@ -507,6 +550,12 @@ struct ForwardBlock {
       for (int i = 0; i < CoordS::kRows; ++i) state.sum[i] += state.sum_aside[i];
     }
     finish_rows(inverse);
+    if constexpr (Traits::kSplits) {
+      if (args.map.splits > 1) {
+        store_partial(o, inverse);
+        return;
+      }
+    }
     publish(smem.scratch.scale, inverse);
     if constexpr (kFlush) {
       CUTLASS_PRAGMA_UNROLL

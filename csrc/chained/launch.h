@@ -47,7 +47,7 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
       int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
   const int64_t tiles = p.sequences.query_starts != nullptr ? packed_tiles(p.queries, Traits::kTileM, p.sequences.count)
                                                             : tiles_of(p.queries, Traits::kTileM);
-  args.map = make_tile_map(p.batch, p.heads, tiles, tiles_of(p.value_dim, slab), bytes_per_head,
+  args.map = make_tile_map(p.batch, p.heads, tiles, tiles_of(p.value_dim, slab), p.partial.splits, bytes_per_head,
                            p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0);
   return args;
 }
@@ -83,9 +83,10 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
   const std::string where = name;
   if (args.map.blocks == 0) {
     return {Code::kUnsupported, where +
-                                    ": B * H * query tiles * value slabs exceeds the grid "
+                                    ": B * H * query tiles * parts * value slabs exceeds the grid "
                                     "limit of 2^31 - 1 thread blocks"};
   }
+  if (p.partial.splits > 1 && !Traits::kSplits) return {Code::kUnsupported, where + " does not split the keys"};
   auto* kernel = &forward_kernel<Traits>;
   if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
   kernel<<<args.map.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);

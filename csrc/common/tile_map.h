@@ -1,7 +1,7 @@
-// Which (batch, head, query tile, value slab) a thread block works on.
+// Which (batch, head, query tile, part of the keys, value slab) a thread block works on.
 //
-// The grid is one-dimensional: blocks = B * H * query tiles * value slabs, so no dimension meets the 65535 limit.
-// Blocks are numbered so that those running at the same time share keys and values in L2:
+// The grid is one-dimensional: blocks = B * H * query tiles * parts * value slabs, so no dimension meets the 65535
+// limit. Blocks are numbered so that those running at the same time share keys and values in L2:
 //
 //   section 0: heads 0 .. section_heads-1     | section 1: the next heads ...
 //   [tile T-1: every head of the section][tile T-2: ...] ... [tile 0: ...]      longest_first (causal)
@@ -20,12 +20,13 @@ struct TileMap {
   uint32_t heads = 1;          // H
   uint32_t tiles = 1;          // ceil(M / kTileM); of packed sequences: their tile numbers (sequences.h)
   uint32_t slabs = 1;          // ceil(Kv / kValueTile)
+  uint32_t splits = 1;         // parts of the keys
   uint32_t section_heads = 1;  // heads that share a section
   bool longest_first = false;  // causal: the last query tiles see the most keys
 };
 
 struct TileCoord {
-  uint32_t batch, head, tile, slab;
+  uint32_t batch, head, tile, slab, split;
 };
 
 // L2 that a section's keys and values may fill: half of the smallest L2 among the data-centre parts (V100: 6 MB is
@@ -33,16 +34,17 @@ struct TileCoord {
 constexpr int64_t kSectionBytes = 16 << 20;
 
 // Returns blocks = 0 when the grid would exceed the launch limit of 2^31 - 1.
-inline TileMap make_tile_map(int64_t batch, int heads, int64_t tiles, int64_t slabs, int64_t bytes_per_head,
+inline TileMap make_tile_map(int64_t batch, int heads, int64_t tiles, int64_t slabs, int splits, int64_t bytes_per_head,
                              bool longest_first) {
   TileMap map;
-  const int64_t blocks = batch * heads * tiles * slabs;
+  const int64_t blocks = batch * heads * tiles * slabs * splits;
   if (batch * heads > INT32_MAX || blocks > INT32_MAX) return map;
   map.blocks = uint32_t(blocks);
   map.batch_heads = uint32_t(batch * heads);
   map.heads = uint32_t(heads);
   map.tiles = uint32_t(tiles);
   map.slabs = uint32_t(slabs);
+  map.splits = uint32_t(splits);
   map.longest_first = longest_first;
   if (longest_first) {
     const int64_t fit = kSectionBytes / (bytes_per_head > 0 ? bytes_per_head : 1);
@@ -55,6 +57,8 @@ CUTLASS_DEVICE TileCoord locate(TileMap const& map, uint32_t block) {
   TileCoord coord;
   coord.slab = block % map.slabs;
   uint32_t rest = block / map.slabs;
+  coord.split = rest % map.splits;
+  rest /= map.splits;
   uint32_t batch_head;
   if (map.longest_first) {
     const uint32_t per_section = map.section_heads * map.tiles;

@@ -1,5 +1,6 @@
-// The small kernels around a backward row: delta before it, sums of partial gradients after it. Launched on `stream` of
-// the current device; never synchronise, never allocate. A host-only build answers with kUnsupported.
+// The small kernels around a row: delta before a backward one, sums of partial gradients after it, the parts of a
+// forward one put together. Launched on `stream` of the current device; never synchronise, never allocate. A host-only
+// build answers with kUnsupported.
 #pragma once
 
 #include "params.h"
@@ -35,6 +36,11 @@ struct SumArgs {
 
 // out[i] = partial[0][i] + partial[1][i] + ..., in this order, rounded once.
 Status launch_sum_splits(const SumArgs& args, CUstream_st* stream);
+
+// out and lse of the forward whose partial results lie in args.partial, of 16-bit `dtype`. With m the largest lse of
+// the parts: lse = m + log(sum of exp(lse_s - m)), out = sum of exp(lse_s - lse) out_s; no part sees a key: out 0, lse
+// -inf.
+Status launch_merge(const ForwardParams& args, DType dtype, CUstream_st* stream);
 
 }  // namespace reduce
 }  // namespace memeff
