@@ -83,19 +83,34 @@ CUstream_st* stream_of(uintptr_t stream) { return reinterpret_cast<CUstream_st*>
 template <size_t>
 using Handle = py::handle;
 
+// fp32, on the tensor's device, from torch's allocator for the stream that is current there.
+py::object new_workspace(py::handle tensor, int64_t elements) {
+  using py::literals::operator""_a;
+  return tensor.attr("new_empty")(py::make_tuple(elements), "dtype"_a = py::module_::import("torch").attr("float32"));
+}
+
+template <typename... Rest>
+py::handle query_of(py::handle query, Rest...) {
+  return query;
+}
+
 // forward takes tensors, forward_scalars takes what describes them; ForwardCall starts with as many as I counts.
 template <size_t... I>
 void def_forward(py::module_& m, std::index_sequence<I...>) {
   m.def("forward", [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
                       py::handle mask, uintptr_t stream) {
     const ForwardCall args{desc_of(tensors)..., scale, p, causal, tf32, std::move(variant), mask_of_tensors(mask)};
-    return answer(run_forward(args, stream_of(stream)));
+    py::object workspace;  // alive until the launches are made
+    const auto place = [&](int64_t elements) {
+      return desc_of(workspace = new_workspace(query_of(tensors...), elements));
+    };
+    return answer(run_forward(args, place, stream_of(stream)));
   });
   m.def("forward_scalars", [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant,
                               py::handle mask, uintptr_t stream, int device) {
     const ForwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant),
                            mask_of_scalars(mask, device)};
-    return answer(run_forward(args, stream_of(stream)));
+    return answer(run_forward(args, {}, stream_of(stream)));
   });
 }
 

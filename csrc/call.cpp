@@ -1,6 +1,7 @@
 #include "call.h"
 
 #include "device.h"
+#include "forward_plan.h"
 #include "layout.h"
 #include "reduce/reduce.h"
 
@@ -78,7 +79,7 @@ Status launch_all(const KernelRow& row, const BackwardParams& p, float* workspac
 
 }  // namespace
 
-Status run_forward(const ForwardCall& args, CUstream_st* stream) {
+Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_st* stream) {
   ForwardParams params;
   Request request;
   if (Status s = make_forward(args, &params, &request); !s.ok()) return s;
@@ -87,12 +88,21 @@ Status run_forward(const ForwardCall& args, CUstream_st* stream) {
                                 &mask.query_starts, &mask.key_starts, &mask.key_lengths, &mask.block_tables});
       !s.ok())
     return s;
+  pack_heads(&params, &request);
   DeviceFacts facts;
   const KernelRow* row = nullptr;
   if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
+  const int32_t splits = allocate ? forward_splits(*row, params, facts.sm_count) : 1;
+  if (splits > 1) {
+    const int64_t needed = partial_numel(params, splits);
+    const TensorDesc workspace = allocate(needed);
+    if (Status s = check_workspace(workspace, args.query, needed); !s.ok()) return s;
+    use_partial(&params, splits, static_cast<float*>(workspace.data));
+  }
   const DeviceGuard guard(args.query.device);
   if (!guard.status().ok()) return guard.status();
-  return row->forward(params, stream);
+  if (Status s = row->forward(params, stream); !s.ok() || splits == 1) return s;
+  return reduce::launch_merge(params, DType(args.query.dtype), stream);
 }
 
 Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream) {

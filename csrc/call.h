@@ -8,11 +8,13 @@
 
 namespace memeff {
 
-Status run_forward(const ForwardCall& args, CUstream_st* stream);
-
 // Gives an fp32 tensor of one dimension with that many elements, aligned to 16 bytes, on the device of the others; it
 // lives until the launches are made. May throw.
 using Allocate = std::function<TensorDesc(int64_t elements)>;
+
+// The row's kernel; where few blocks would run, parts of the keys in more of them, then their merge. Asks for a workspace
+// only then, when all else is known to be right; an `allocate` that is empty: never.
+Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_st* stream);
 
 // delta, the row's kernels, then the sums of partial gradients. Asks once for the workspace, when all else is known to
 // be right. Does nothing where no gradient is wanted.

@@ -1,0 +1,65 @@
+#include "forward_plan.h"
+
+#include <algorithm>
+
+namespace memeff {
+namespace {
+
+constexpr int64_t kMaxSplits = 64;    // reduce::launch_merge
+constexpr int64_t kMinKeyBlocks = 4;  // a part keeps at least so many, or its prologue outweighs it
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t rows(const ForwardParams& p) { return p.batch * p.heads * p.queries; }
+
+// Does the only query see every key?
+bool sees_all(const ForwardParams& p) {
+  if (p.anchor == Anchor::kNone) return true;
+  return p.anchor == Anchor::kBottomRight && p.window_left < 0;
+}
+
+template <typename View>
+void heads_to_rows(View* view) {
+  view->stride_m = view->stride_h;
+  view->stride_h = 0;
+}
+
+}  // namespace
+
+void pack_heads(ForwardParams* p, Request* r) {
+  const bool shared = p->heads_per_group > 1 && p->key.stride_h == 0 && p->value.stride_h == 0;
+  if (p->queries != 1 || !shared || !sees_all(*p) || p->dropout.seed != nullptr) return;
+  if (p->sequences.query_starts != nullptr || (p->lse.data != nullptr && p->lse.stride_h != 1)) return;
+  heads_to_rows(&p->query);
+  heads_to_rows(&p->out);
+  heads_to_rows(&p->bias);
+  p->lse.stride_h = 0;  // rows of the lse lie side by side
+  p->queries = p->heads_per_group;
+  p->heads /= p->heads_per_group;
+  p->heads_per_group = 1;
+  p->anchor = Anchor::kNone;
+  r->queries = p->queries, r->heads = p->heads;
+}
+
+int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t sm_count) {
+  if (row.dtype == DType::kF32) return 1;
+  const Sequences& s = p.sequences;
+  const int64_t count = s.query_starts != nullptr ? s.count : 1;
+  const int64_t tiles = s.query_starts != nullptr ? p.queries / row.tile_m + count : ceil_div(p.queries, row.tile_m);
+  const int64_t slabs = row.max_kv == 0 ? ceil_div(p.value_dim, row.value_tile) : 1;
+  const int64_t blocks = p.batch * p.heads * tiles * slabs, wanted = 2 * int64_t(sm_count);
+  if (blocks >= wanted) return 1;
+  const int64_t by_keys = std::max<int64_t>(1, p.keys / count / row.tile_n / kMinKeyBlocks);
+  return int32_t(std::min({ceil_div(wanted, blocks), by_keys, kMaxSplits}));
+}
+
+int64_t partial_numel(const ForwardParams& p, int32_t splits) {
+  return splits == 1 ? 0 : splits * rows(p) * (int64_t(p.value_dim) + 2);
+}
+
+void use_partial(ForwardParams* p, int32_t splits, float* workspace) {
+  const int64_t all = splits * rows(*p);
+  p->partial = {workspace, workspace + all * p->value_dim, workspace + all * (int64_t(p->value_dim) + 1), splits};
+}
+
+}  // namespace memeff
