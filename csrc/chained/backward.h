@@ -62,7 +62,7 @@ struct BackwardBlock : BackwardTile<Traits> {
     if (!kOwnerKeys) tile = int(args.owner_tiles) - 1 - tile;  // causal: the longest rows first
     const uint32_t heads_per_owner = kOwnerKeys ? p.heads_per_kv : 1;
     owner_head = Head::of(rest / args.owner_heads, rest % args.owner_heads * heads_per_owner, f);
-    const Located found = locate_problem<kOwnerKeys>(f, owner_head.batch, kTileM, uint32_t(tile));
+    const Located found = locate_problem<kOwnerKeys>(f, owner_head.batch, kTileM, uint32_t(tile), kOwnerKeys);
     this->set_problem(found.problem);
     const int row0 = found.tile * kTileM;
     stored = (kOwnerKeys ? n.key_rows : n.queries) - row0;

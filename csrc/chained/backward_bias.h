@@ -52,7 +52,7 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       : Tile(args_, smem_),
         split(blockIdx.x % args_.splits),
         own(blockIdx.x / args_.splits, args_.p.grad_bias, false, args_, args_.p.forward) {
-    this->set_problem(locate_problem<false>(f, 0, kTileM, 0).problem);  // the same sizes for every batch entry
+    this->set_problem(locate_problem<false>(f, 0, kTileM, 0, false).problem);  // the same sizes for every batch entry
   }
 
   CUTLASS_DEVICE uint32_t items() const {

@@ -44,7 +44,7 @@ struct BackwardShortBlock : BackwardTile<Traits> {
 
   CUTLASS_DEVICE BackwardShortBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
       : Tile(args_, smem_), head(Head::of(blockIdx.x / args_.owner_heads, blockIdx.x % args_.owner_heads, f)) {
-    this->set_problem(locate_problem<false>(f, head.batch, kTileM, 0).problem);
+    this->set_problem(locate_problem<false>(f, head.batch, kTileM, 0, false).problem);
   }
 
   // One pair of tiles; ends when P and dS may be overwritten.

@@ -72,7 +72,8 @@ struct ForwardBlock {
   CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_)
       : ForwardBlock(args_, smem_, locate(args_.map, blockIdx.x)) {}
   CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_, TileCoord at_)
-      : ForwardBlock(args_, smem_, at_, locate_problem<false>(args_.p, at_.batch, kTileM, at_.tile)) {}
+      : ForwardBlock(args_, smem_, at_,
+                     locate_problem<false>(args_.p, at_.batch, kTileM, at_.tile, !args_.map.longest_first)) {}
   CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_, TileCoord const& at_,
                               Located const& found)
       : args(args_),

@@ -1,9 +1,12 @@
 // Which rows of the tensors a thread block works on: a tile of one batch entry, or of one of the sequences that are
 // packed along the length.
 //
-// Tiles of packed sequences are found without any table, so that lengths may change on the device: with T rows a tile,
-// sequence s owns the tile numbers from  start(s) / T + s + 1  up to the next one's, at least as many as it has tiles;
-// the rows before the first sequence are sequence -1, those behind the last one sequence `count`; both have no keys.
+// Tiles of packed sequences are found without any table, so that lengths may change on the device. The rows before the
+// first sequence are sequence -1, those behind the last one sequence `count`; both have no keys. T: rows a tile.
+//   up to 30 sequences   one after the other, those with the longest loop first (or last); a warp sorts them
+//   more                 sequence s owns the tile numbers from start(s) / T + s + 1 up to the next one's, at least as
+//   many
+//                        as it has tiles; a warp finds s by testing 32 candidates at a time
 //
 //   start    0          37               100 (count = 2; T = 64, 200 rows)
 //   tiles    [1]        [2 . 3]          [4 . 5 ...]        "." has no rows, its block ends at once
@@ -84,6 +87,42 @@ CUTLASS_DEVICE Problem problem_of(ForwardParams const& p, int s) {
   return x;
 }
 
+// Rows of a side: of queries, or of keys and what is unused behind them. Sequences -1 and `count` have what is left.
+template <bool kKeys>
+CUTLASS_DEVICE Problem any_problem(ForwardParams const& p, Starts const& starts, int s) {
+  Problem x = problem_of(p, s);
+  if (s < 0 || s == starts.count) {
+    const int first = s < 0 ? 0 : starts.end, all = kKeys ? p.keys : p.queries;
+    (kKeys ? x.key_row : x.query_row) = first;
+    (kKeys ? x.key_rows : x.queries) = (s < 0 ? starts.at(0) : all) - first;
+  }
+  return x;
+}
+
+constexpr int kSorted = 30;  // and the two without keys: a lane each
+
+// The sequence that holds tile `number` in the order of the loops' lengths; kSorted + 1 where none does. `number`
+// becomes the tile's number within it.
+template <bool kKeys>
+CUTLASS_DEVICE int find_sorted(ForwardParams const& p, Starts const& starts, int tile, bool longest_first,
+                               int& number) {
+  const int lane = threadIdx.x & 31, s = lane - 1;
+  Problem x{};
+  if (s <= starts.count) x = any_problem<kKeys>(p, starts, s);
+  const int tiles = ((kKeys ? x.key_rows : x.queries) + tile - 1) / tile;
+  const int length = longest_first ? -(kKeys ? x.queries : x.keys) : kKeys ? x.queries : x.keys;
+  int before = 0;
+  for (int other = 0; other < 32; ++other) {
+    const int their_length = __shfl_sync(0xffffffffu, length, other), theirs = __shfl_sync(0xffffffffu, tiles, other);
+    if (their_length < length || (their_length == length && other < lane)) before += theirs;
+  }
+  const unsigned holds = __ballot_sync(0xffffffffu, before <= number && number < before + tiles);
+  if (holds == 0) return kSorted + 1;
+  const int owner = __ffs(int(holds)) - 1;
+  number -= __shfl_sync(0xffffffffu, before, owner);
+  return owner - 1;
+}
+
 }  // namespace sequences
 
 struct Located {
@@ -91,9 +130,10 @@ struct Located {
   int tile;  // within the sequence
 };
 
-// A tile of queries (kKeys: of keys) by its number within a batch entry.
+// A tile of queries (kKeys: of keys) by its number within a batch entry. longest_first: of few packed sequences.
 template <bool kKeys>
-CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, int rows_per_tile, uint32_t number) {
+CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, int rows_per_tile, uint32_t number,
+                                      bool longest_first) {
   Located found{{}, int(number)};
   Problem& x = found.problem;
   if (p.sequences.query_starts == nullptr) {
@@ -103,14 +143,14 @@ CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, in
     return found;
   }
   const sequences::Starts starts = kKeys ? sequences::key_starts(p) : sequences::query_starts(p);
+  if (starts.count <= sequences::kSorted) {
+    const int s = sequences::find_sorted<kKeys>(p, starts, rows_per_tile, longest_first, found.tile);
+    if (s <= starts.count) x = sequences::any_problem<kKeys>(p, starts, s);
+    return found;
+  }
   const int s = sequences::find(starts, rows_per_tile, int(number));
   found.tile -= sequences::number_of(starts, rows_per_tile, s);
-  x = sequences::problem_of(p, s);
-  if (s < 0 || s == starts.count) {  // rows of no sequence
-    const int first = s < 0 ? 0 : starts.end, all = kKeys ? p.keys : p.queries;
-    (kKeys ? x.key_row : x.query_row) = first;
-    (kKeys ? x.key_rows : x.queries) = (s < 0 ? starts.at(0) : all) - first;
-  }
+  x = sequences::any_problem<kKeys>(p, starts, s);
   return found;
 }
 
