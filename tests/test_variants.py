@@ -411,7 +411,8 @@ def test_named_companions() -> None:
 
     for name, call, expected in (
         ("sm80_f32_few", (False, 0.0, 300, 300), "sm80_f32_few"),
-        ("sm80_f32_few_bias", (True, 0.0, 8, 8), "sm80_f32_few_bias"),
+        ("sm80_f32_few_full", (True, 0.0, 8, 8), "sm80_f32_few_bias"),
+        ("sm80_f32_few_full", (False, 0.3, 8, 8), "sm80_f32_few_full"),
         ("sm80_f32_k32", (False, 0.0, 32, 8), "sm80_f32_k32"),
         ("sm80_f32_k32_full", (True, 0.3, 32, 8), "sm80_f32_k32_full"),
         ("sm80_f32_k64", (False, 0.0, 8, 8), "sm80_f32_k64"),
