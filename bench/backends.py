@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import peers
 from bench.shapes import Cell
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 PEERS = ("efficient", "flash", "cudnn")
-DEFAULT = ("memeff", *PEERS)
+# Our kernel on the fixed-length problem of the same flop (Cell.fixed), beside packed sequences.
+FIXED = "memeff-fixed"
+DEFAULT = ("memeff", *PEERS, FIXED)
 LATER = {"fa4": "[clients]", "flex": "[clients]"}
 WIDEST_PEER_K = 256  # flash and cuDNN take no wider head
 
@@ -49,22 +52,37 @@ def is_ours(backend: str) -> bool:
 
 def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
     """Why this backend has no kernel for the cell on such a GPU; empty when it has one."""
-    if is_ours(backend) or backend == "efficient":
-        return ""
-    if backend not in PEERS:
+    if not is_ours(backend) and backend not in PEERS:
         return (
             f"not timed yet: comes with {LATER[backend]}" if backend in LATER else "unknown backend"
         )
+    if backend == FIXED and cell.lens is None:
+        return "stands beside packed sequences alone"
+    if cell.decoding and which == "bwd":
+        return "decoding has no backward pass"
+    if is_ours(backend):
+        return ""
+    if backend == "efficient":
+        return "no grouped heads (copies of the keys would be timed)" if cell.Hkv != cell.H else ""
+    if sm < 80:
+        return "sm_80 or newer"
     if cell.dtype == "fp32":
         return "16-bit inputs only"
     if max(cell.K, cell.Kv) > WIDEST_PEER_K:
         return f"K and Kv <= {WIDEST_PEER_K}"
+    return _not_in_torch(backend, cell, which)
+
+
+def _not_in_torch(backend: str, cell: Cell, which: str) -> str:
+    """The same of flash and cuDNN, of what PyTorch offers of them."""
     if cell.bias is not None and backend == "flash":
         return "no additive bias"
     if cell.bias is not None and which == "bwd":
         return "no gradient of a bias"
-    if sm < 80:
-        return "sm_80 or newer"
+    if cell.lens is not None and backend == "cudnn":
+        return "no packed sequences"
+    if cell.window is not None and backend == "cudnn":
+        return "no window"
     return ""
 
 
@@ -87,6 +105,8 @@ def make_call(
     make = _ours if is_ours(backend) else _peer
     if which == "fwd":
         return make(backend, cell, tensors)
+    if own := peers.own_backward(backend, cell, tensors):
+        return own
     leaves = tensors.leaves()
     out, wanted, grad_out = make(backend, cell, leaves)(), leaves.wanted(), leaves.grad_out
     return lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True)
@@ -96,40 +116,36 @@ def _ours(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
     import memeff_attn
     from memeff_attn import dispatch
 
-    bias: Any = memeff_attn.LowerTriangularMask() if cell.causal else tensors.bias
+    bias = _mask(cell, tensors)
     op: Any = None
     if ":" in backend:
         row = backend.split(":", 1)[1]
         op = dispatch.variant(row)
         op = (None, op) if issubclass(op, dispatch.AttentionBwOpBase) else op
-    elif "-" in backend:
+    elif "-" in backend and backend != FIXED:
         family = backend.split("-", 1)[1].capitalize()
         op = (getattr(dispatch, f"{family}FwOp"), getattr(dispatch, f"{family}BwOp"))
     q, k, v, p = tensors.query, tensors.key, tensors.value, cell.p or 0.0
-    call = memeff_attn.memory_efficient_attention
+    call: Callable[..., Tensor] = memeff_attn.memory_efficient_attention
+    if cell.decoding:
+        call = memeff_attn.memory_efficient_attention_forward
     if op is None:
         return lambda: call(q, k, v, bias, p)
     return lambda: call(q, k, v, bias, p, op=op)
 
 
+def _mask(cell: Cell, tensors: Tensors) -> Any:
+    """What our kernels take as attn_bias."""
+    from memeff_attn import attn_bias
+
+    if cell.lens is not None:
+        device = tensors.query.device
+        mask = attn_bias.BlockDiagonalMask.from_seqlens(list(cell.lens), device=device)
+        return mask.make_causal() if cell.causal else mask
+    if cell.window is not None:
+        return attn_bias.LowerTriangularFromBottomRightLocalAttentionMask(cell.window)
+    return attn_bias.LowerTriangularMask() if cell.causal else tensors.bias
+
+
 def _peer(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    kernel = {
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }[backend]
-    if cell.Hkv != cell.H:
-        raise ValueError("grouped heads are timed with [decode]")
-    q, k, v = (x.transpose(1, 2) for x in (tensors.query, tensors.key, tensors.value))
-    bias, p, causal = tensors.bias, cell.p or 0.0, cell.causal
-
-    def call() -> Tensor:
-        # Entering the context costs the host about 10 us; the flush before a timed call hides it.
-        with sdpa_kernel(kernel):
-            out = scaled_dot_product_attention(q, k, v, bias, p, is_causal=causal)
-        return out.transpose(1, 2)
-
-    return call
+    return peers.forward(backend, cell, tensors)

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +25,7 @@ from bench.shapes import Cell
 
 # Sampled queries (keys) of a head: the edges, where masks and tile ends are, and some others.
 FIRST, LAST, RANDOM = 8, 24, 32
+AROUND = 2  # on each side of where a sequence or a window begins
 HEADS = 3  # sampled (batch, head) pairs: the first, the last, one between
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_bias")
 
@@ -104,6 +106,10 @@ class Problem:
         self.query = self._stack(tensors.query, 1)
         self.key, self.value = (self._stack(x, shared) for x in (tensors.key, tensors.value))
         self.grad_out = self._stack(tensors.grad_out, 1)
+        self.sequence = None  # of each token, its sequence's number
+        if cell.lens is not None:
+            lens = torch.tensor(cell.lens, device=tensors.query.device)
+            self.sequence = torch.arange(len(lens), device=lens.device).repeat_interleave(lens)
         bias = tensors.bias
         self.bias = None
         if bias is not None:
@@ -123,13 +129,27 @@ class Problem:
         scores = torch.matmul(q, k.transpose(-1, -2)) * self.cell.K**-0.5
         if bias is not None:
             scores = scores + bias
-        if self.cell.causal:
-            hidden = torch.arange(self.cell.N, device=q.device) > rows[:, None]
+        hidden = self._hidden(rows)
+        if hidden is not None:
             scores = scores.masked_fill(hidden, -math.inf)
         weights = torch.softmax(scores, -1)
         if self.keep is not None:
             weights = weights * self.keep[:, rows] * self.keep_scale
         return torch.matmul(weights, v)
+
+    def _hidden(self, rows: Tensor) -> Tensor | None:
+        """[rows, N]: the keys that the queries do not see; None where they see all."""
+        cell, hidden = self.cell, None
+        keys = torch.arange(cell.N, device=rows.device)
+        if cell.causal:  # packed sequences have as many keys as queries: one diagonal for all
+            hidden = keys > rows[:, None]
+        if cell.window is not None:
+            last = rows[:, None] + (cell.N - cell.M)
+            hidden = (keys > last) | (keys <= last - cell.window)
+        if self.sequence is not None:
+            others = self.sequence[rows][:, None] != self.sequence
+            hidden = others if hidden is None else hidden | others
+        return hidden
 
     def out(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         bias = self._bias(rows, dtype)
@@ -190,9 +210,22 @@ def dropout_of(cell: Cell, pairs: list[tuple[int, int]], seed: int, device: torc
     return kept, dropout.keep_scale(cell.p)
 
 
-def _chosen(length: int, generator: torch.Generator) -> list[int]:
+def _chosen(length: int, inner: list[int], generator: torch.Generator) -> list[int]:
+    """Both ends, some at random, and those around each of `inner`."""
     edges = [*range(min(FIRST, length)), *range(max(0, length - LAST), length)]
+    edges += [i for at in inner for i in range(at - AROUND, at + AROUND) if 0 <= i < length]
     return sorted({*edges, *torch.randint(length, (RANDOM,), generator=generator).tolist()})
+
+
+def _inner(cell: Cell) -> tuple[list[int], list[int]]:
+    """Queries and keys at which a mask begins or ends: the first of each sequence; the first query
+    that a window hides a key from, the first key that the last query sees."""
+    if cell.lens is not None:
+        starts = list(accumulate(cell.lens))[:-1]
+        return starts, starts
+    if cell.window is not None:
+        return [cell.window + cell.M - cell.N], [cell.N - cell.window]
+    return [], []
 
 
 def pairs_of(cell: Cell) -> list[tuple[int, int]]:
@@ -206,7 +239,8 @@ def sample(
     """seed: that of the generator before a forward call, for the dropout mask."""
     generator = torch.Generator().manual_seed(seed)
     device = tensors.query.device
-    rows, keys = (torch.tensor(_chosen(n, generator), device=device) for n in (cell.M, cell.N))
+    lengths = zip((cell.M, cell.N), _inner(cell), strict=True)
+    rows, keys = (torch.tensor(_chosen(n, at, generator), device=device) for n, at in lengths)
     pairs = pairs_of(cell)
     problem = Problem(cell, tensors, pairs, dropout or dropout_of(cell, pairs, seed, device))
     dtype = tensors.query.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import subprocess
@@ -103,23 +104,49 @@ def inputs(cell: shapes.Cell) -> Tensors:
     )
 
 
+@dataclasses.dataclass
+class Problem:
+    """A cell's tensors, and what is right there."""
+
+    cell: shapes.Cell
+    tensors: Tensors
+    expected: oracle.Sample
+
+    @classmethod
+    def of(cls, cell: shapes.Cell, passes: list[str]) -> Problem:
+        tensors = inputs(cell)
+        return cls(cell, tensors, oracle.sample(cell, tensors, passes, SEED))
+
+
+def problems_of(cell: shapes.Cell, serving: dict[str, list[str]]) -> dict[str, Problem]:
+    """{backend: what it works on}: the cell, and for memeff-fixed the fixed-length problem of the
+    same flop. serving: the backends of each pass."""
+    passes = [w for w, names in serving.items() if names]
+    names = dict.fromkeys(name for of in serving.values() for name in of)
+    own = [name for name in names if name != backends_module.FIXED]
+    found = dict.fromkeys(own, Problem.of(cell, passes)) if own else {}
+    if backends_module.FIXED in names:
+        found[backends_module.FIXED] = Problem.of(cell.fixed(), passes)
+    return found
+
+
 def checkable(name: str, cell: shapes.Cell) -> bool:
     """With dropout only ours: which weights a peer drops is known to the peer alone."""
     return not cell.p or backends_module.is_ours(name)
 
 
 def _first_call(
-    name: str, cell: shapes.Cell, which: str, tensors: Tensors, expected: oracle.Sample
+    name: str, which: str, problem: Problem
 ) -> tuple[Callable[[], object], dict[str, Any]]:
     """The call, and what its first run shows: its error and its peak of memory."""
     torch.manual_seed(SEED)  # the dropout mask that the oracle expects
-    call = backends_module.make_call(name, cell, tensors, which)
+    call = backends_module.make_call(name, problem.cell, problem.tensors, which)
     result, mib = with_peak_mib(call)
     facts: dict[str, Any] = {"peak_mib": digits(mib)}
-    if not checkable(name, cell):
+    if not checkable(name, problem.cell):
         facts["unchecked"] = "which weights a peer drops is not known"
         return call, facts
-    judge = expected.error if which == "fwd" else expected.gradient_error
+    judge = problem.expected.error if which == "fwd" else problem.expected.gradient_error
     error, broken = judge(result)
     facts["err"] = digits(error)
     if broken:
@@ -128,18 +155,13 @@ def _first_call(
 
 
 def run_cell(
-    cell: shapes.Cell,
-    which: str,
-    names: list[str],
-    timer: Timer,
-    tensors: Tensors,
-    expected: oracle.Sample,
+    cell: shapes.Cell, which: str, names: list[str], timer: Timer, problems: dict[str, Problem]
 ) -> list[dict[str, Any]]:
     """One row for each backend. A backend that fails gets a row with the error and no time."""
     calls, facts, failed = {}, {}, {}
     for name in names:
         try:
-            calls[name], facts[name] = _first_call(name, cell, which, tensors, expected)
+            calls[name], facts[name] = _first_call(name, which, problems[name])
         except (RuntimeError, NotImplementedError, ValueError) as problem:
             if "CUDA error" in str(problem):
                 raise  # the context is lost
@@ -150,12 +172,14 @@ def run_cell(
         if name in failed:
             result.append(cell.row(which, name, ms=None, error=failed[name]))
             continue
-        seconds = medians[name] * 1e-3
-        figures = {
+        work, seconds = problems[name].cell, medians[name] * 1e-3
+        figures: dict[str, Any] = {
             "ms": digits(medians[name]),
-            "tflops": digits(cell.flop(which) / seconds * 1e-12),
-            "gbps": digits(cell.bytes(which) / seconds * 1e-9),
+            "tflops": digits(work.flop(which) / seconds * 1e-12),
+            "gbps": digits(work.bytes(which) / seconds * 1e-9),
         }
+        if work != cell:
+            figures["timed"] = work.name  # in place of the cell that the row stands with
         result.append(cell.row(which, name, **figures, **facts[name]))
     return result
 
@@ -175,11 +199,13 @@ def run_set(
         if time.monotonic() > deadline:
             break
         try:
-            tensors = inputs(cell)
-            expected = oracle.sample(cell, tensors, passes, SEED)
-            for which in passes:
-                serving = [b for b in names if not backends_module.not_served(b, cell, sm, which)]
-                rows += run_cell(cell, which, serving, timer, tensors, expected)
+            serving = {
+                w: [b for b in names if not backends_module.not_served(b, cell, sm, w)]
+                for w in passes
+            }
+            problems = problems_of(cell, serving)
+            for which, served in serving.items():
+                rows += run_cell(cell, which, served, timer, problems) if served else []
                 progress.step(f"{cell.set} {cell.name} {which}")
         except RuntimeError as problem:
             return rows, f"{cell.set} {cell.name}: {problem}"
@@ -189,8 +215,7 @@ def run_set(
 def check_asked(passes: list[str], names: list[str]) -> None:
     for which in passes:
         if which not in shapes.PASSES:
-            known = shapes.LATER_PASSES.get(which, f"there are {', '.join(shapes.PASSES)}")
-            raise ValueError(f"the pass '{which}' is not served: {known}")
+            raise ValueError(f"no pass '{which}'; there are {', '.join(shapes.PASSES)}")
     backends_module.check_names(names)
 
 

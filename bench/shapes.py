@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 CELLS = Path(__file__).with_name("cells.json")
-SETS = ("llm", "vision", "anyk", "fp32", "clients", "features")
-LATER = {
-    "varlen": "packed variable-length sequences come with [masks]",
-    "decode": "split-key decoding and grouped heads' speed come with [decode]",
-}
-LATER_FIELDS = {"window": "windows come with [masks]"}  # cells of served sets that wait
+SETS = ("llm", "vision", "anyk", "fp32", "clients", "features", "varlen", "decode")
 PASSES = ("fwd", "bwd")
-LATER_PASSES: dict[str, str] = {}
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 BACKWARD_FLOP = 2.5  # five products for the forward's two
 LONG = 4096  # keys from which a sequence counts as long in the summary
+# The fixed-length problem beside packed sequences: queries and keys (a multiple of the longest
+# tile, near this length), and how far its flop may be from theirs.
+FIXED_M, FIXED_TILE, FIXED_OFF = 2048, 128, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +30,8 @@ class Cell:
     bias names the dimensions that an additive bias of the query's dtype has: "B,H,M,N", or
     "1,H,M,N" where all batch entries share it; its gradient is part of the backward pass. p is the
     dropout probability; None: no dropout. label is what the list calls the cell, if anything.
+    window: a query sees the last `window` keys up to its own, counted from the bottom right.
+    lens: the lengths of packed sequences, each of which sees itself alone; B is 1, M = N their sum.
     """
 
     set: str
@@ -48,12 +47,22 @@ class Cell:
     bias: str | None = None
     p: float | None = None
     label: str = ""
+    window: int | None = None
+    lens: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
         label = f"{self.label}: " if self.label else ""
+        heads = f"H{self.H}" if self.Hkv == self.H else f"H{self.H}/{self.Hkv}"
+        packed = f" in {len(self.lens)} sequences" if self.lens else ""
         causal = " causal" if self.causal else ""
-        return f"{label}{self.dtype} B{self.B} M{self.M} N{self.N} H{self.H} K{self.K}{causal}"
+        sizes = f"B{self.B} M{self.M} N{self.N}{packed} {heads} K{self.K}"
+        return f"{label}{self.dtype} {sizes}{causal}"
+
+    @property
+    def decoding(self) -> bool:
+        """One query a head: what the keys and values take to read counts, and nothing trains."""
+        return self.M == 1
 
     @property
     def bias_shape(self) -> tuple[int, int, int, int] | None:
@@ -64,10 +73,28 @@ class Cell:
         return b, h, m, n
 
     def flop(self, which: str = "fwd") -> float:
-        """Useful flop: two products forward, five backward; causal leaves half of the pairs."""
-        pairs = self.M * self.N * (0.5 if self.causal else 1.0)
-        forward = 2.0 * self.B * self.H * pairs * (self.K + self.Kv)
+        """Useful flop: two products forward, five backward, of the pairs that see each other."""
+        forward = 2.0 * self.B * self.H * self._pairs() * (self.K + self.Kv)
         return forward if which == "fwd" else BACKWARD_FLOP * forward
+
+    def _pairs(self) -> float:
+        """(query, key) of one head; causal leaves half of them."""
+        if self.window is not None:
+            return sum(min(i + 1, self.window) for i in range(self.N - self.M, self.N))
+        pairs = sum(n * n for n in self.lens) if self.lens else self.M * self.N
+        return pairs * (0.5 if self.causal else 1.0)
+
+    def fixed(self) -> Cell:
+        """A problem without sequences of (about) the same flop and of the same kind otherwise: what
+        our kernel makes of the work when no length varies."""
+        assert self.lens is not None
+        wanted = sum(n * n for n in self.lens)
+        lengths = range(FIXED_TILE, 2 * FIXED_M, FIXED_TILE)
+        for m in sorted(lengths, key=lambda m: abs(m - FIXED_M)):
+            b = round(wanted / m**2)
+            if abs(b * m**2 - wanted) <= FIXED_OFF * wanted:
+                return dataclasses.replace(self, B=b, M=m, N=m, lens=None)
+        raise ValueError(f"no fixed length has the flop of {self.lens}")
 
     def bytes(self, which: str = "fwd") -> int:
         """What must cross DRAM once. Forward: query, key, value, bias in, output out. Backward:
@@ -85,8 +112,7 @@ class Cell:
         head = {"set": self.set, "name": self.name, **dataclasses.asdict(self)}
         if not self.label:
             del head["label"]
-        absent = dict.fromkeys(("window", "lens"))
-        return {**head, **absent, "pass": which, "backend": backend, **measured}
+        return {**head, "pass": which, "backend": backend, **measured}
 
     @property
     def groups(self) -> list[str]:
@@ -99,43 +125,48 @@ class Cell:
             if self.K <= 256:
                 return ["anyk K<=256"]
             return ["anyk K=320..512" if self.K <= 512 else "anyk K=1024", "anyk K>256"]
+        if self.set == "varlen":
+            return ["varlen causal" if self.causal else "varlen"]
+        if self.set == "decode":
+            return [f"decode B{self.B} N{self.N} H{self.H}/{self.Hkv}", "decode"]
         return [f"{self.set} {self.label}", self.set] if self.label else [self.set]
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
     """The cell of a row; fields that an older file leaves out have their defaults."""
     names = [f.name for f in dataclasses.fields(Cell)]
-    return Cell(**{f: row[f] for f in names if f in row})
+    given = {f: row[f] for f in names if f in row}
+    if given.get("lens"):
+        given["lens"] = tuple(given["lens"])
+    return Cell(**given)
 
 
 def cells(name: str) -> list[Cell]:
-    """The cells of a set that are served; ValueError that says what is known, or which work brings
-    it."""
-    if name in LATER:
-        raise ValueError(f"the set '{name}' is not served yet: {LATER[name]}")
+    """The cells of a set; ValueError that says which sets there are."""
     if name not in SETS:
-        raise ValueError(
-            f"no set '{name}'; there are {', '.join(SETS)} (and later {', '.join(LATER)})"
-        )
-    return [
-        Cell(
-            set=name,
-            dtype=c["dtype"],
-            B=c["B"],
-            M=c["M"],
-            N=c["N"],
-            H=c["H"],
-            Hkv=c.get("Hkv", c["H"]),
-            K=c["K"],
-            Kv=c.get("Kv", c["K"]),
-            causal=bool(c.get("causal", False)),
-            bias=c.get("bias"),
-            p=c.get("p"),
-            label=c.get("name", ""),
-        )
-        for c in json.loads(CELLS.read_text())[name]
-        if not any(f in c for f in LATER_FIELDS)
-    ]
+        raise ValueError(f"no set '{name}'; there are {', '.join(SETS)}")
+    return [_cell(name, listed) for listed in json.loads(CELLS.read_text())[name]]
+
+
+def _cell(name: str, c: Mapping[str, Any]) -> Cell:
+    lens = tuple(c["lens"]) if "lens" in c else None
+    return Cell(
+        set=name,
+        dtype=c["dtype"],
+        B=1 if lens else c["B"],
+        M=sum(lens) if lens else c["M"],
+        N=sum(lens) if lens else c["N"],
+        H=c["H"],
+        Hkv=c.get("Hkv", c["H"]),
+        K=c["K"],
+        Kv=c.get("Kv", c["K"]),
+        causal=bool(c.get("causal", False)),
+        bias=c.get("bias"),
+        p=c.get("p"),
+        label=c.get("name", ""),
+        window=c.get("window"),
+        lens=lens,
+    )
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
