@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
         "--backends",
         type=names,
         default=list(backends.DEFAULT),
-        help="of memeff, memeff-<family>, memeff:<variant>, efficient, flash, cudnn",
+        help="of memeff, memeff-<family>, memeff:<variant>, efficient, flash, cudnn, memeff-fixed "
+        "(memeff on fixed lengths of the flop of packed ones; varlen alone); default: the first "
+        "and the last four",
     )
     run.add_argument("--out", type=Path, help="folder (default: bench/results/<gpu>)")
     run.add_argument(

@@ -82,7 +82,7 @@ def _flash_packed(cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         out: Tensor = op(q, k, v, *limits, 0.0, cell.causal, False, **window)[0]
-        return out.unflatten(0, (cell.B, cell.M))
+        return out.view(cell.B, cell.M, cell.H, cell.Kv)
 
     return call
 

@@ -47,9 +47,13 @@ def problems(
     if not passes:
         found.append("meta names no passes")
     found += [f"rows of {w}, which meta does not claim" for w in _passes_of(rows.values(), passes)]
+    timed = {_place(r) for r in rows.values()}
     for cell, which, backend in shapes.expected(name, passes, names, head["sm"]):
         row = rows.get(shapes.key(cell.row(which, backend)))
-        if row is None:
+        if _place(cell.row(which, "")) not in timed:
+            line = f"no rows at all of {which}, {cell.name}"
+            found += [line] if line not in found else []
+        elif row is None:
             found.append(f"no row for {backend}, {which}, {cell.name}")
         elif row.get("ms") is None:
             if backends.is_ours(backend) or not row.get("error"):
@@ -60,6 +64,11 @@ def problems(
         elif backends.is_ours(backend) and row.get("wrong"):
             found.append(f"wrong result of {backend}, {which}, {cell.name}: {row['wrong']}")
     return found
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Cell and pass of a row."""
+    return shapes.key({**row, "backend": ""})
 
 
 def _excused(row: Row, figure: str) -> bool:
@@ -97,7 +106,8 @@ def checked(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text())
     if found := problems(content, path.stem):
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
-        raise ValueError(f"{path} is refused: {'; '.join(found[:5])}{more}")
+        again = f"time the set again on its GPU: python -m bench run --set {path.stem}"
+        raise ValueError(f"{path} is refused: {'; '.join(found[:5])}{more}. To mend it, {again}")
     return content
 
 
@@ -125,28 +135,41 @@ def by_cell(rows: Iterable[Row], which: str) -> dict[shapes.Cell, dict[str, Row]
 def groups(
     rows: Iterable[Row], ours: str = "memeff", which: str = "fwd"
 ) -> dict[str, dict[str, Any]]:
-    """For each group of cells: geometric means of TFLOP/s and of our speed over the peers'."""
+    """For each group of cells: geometric means of TFLOP/s (TB/s where they decode) and of our speed
+    over the peers'."""
     members: dict[str, list[dict[str, Row]]] = defaultdict(list)
+    units: dict[str, str] = {}
     for cell, of in by_cell(rows, which).items():
         if ours in of:
             for group in cell.groups:
                 members[group].append(of)
-    table: dict[str, dict[str, Any]] = {}
-    for group, cells in members.items():
-        line: dict[str, Any] = {"cells": len(cells)}
-        for backend in (ours, *backends.PEERS):
-            if all(backend in of for of in cells):
-                line[backend] = geomean(of[backend]["tflops"] for of in cells)
-        over = [of["efficient"]["ms"] / of[ours]["ms"] for of in cells if "efficient" in of]
-        best = [
-            min(of[p]["ms"] for p in backends.PEERS if p in of) / of[ours]["ms"]
-            for of in cells
-            if any(p in of for p in backends.PEERS)
-        ]
-        line["over efficient"], line["worst"] = geomean(over), min(over, default=math.nan)
-        line["over best"] = geomean(best)
-        table[group] = line
-    return table
+                units[group] = "TB/s" if cell.decoding else "TFLOP/s"
+    return {group: _line(cells, ours, units[group]) for group, cells in members.items()}
+
+
+def _line(cells: Sequence[Mapping[str, Row]], ours: str, unit: str) -> dict[str, Any]:
+    """Of one group; a ratio is of the cells that the peer serves."""
+    line: dict[str, Any] = {"cells": len(cells), "unit": unit}
+    for backend in (ours, *backends.PEERS):
+        if all(backend in of for of in cells):
+            line[backend] = geomean(_speed(of[backend], unit) for of in cells)
+    over = [of["efficient"]["ms"] / of[ours]["ms"] for of in cells if "efficient" in of]
+    best = [
+        min(of[p]["ms"] for p in backends.PEERS if p in of) / of[ours]["ms"]
+        for of in cells
+        if any(p in of for p in backends.PEERS)
+    ]
+    line["over efficient"], line["worst"] = geomean(over), min(over, default=math.nan)
+    line["over best"] = geomean(best)
+    fixed = backends.FIXED
+    line["over fixed"] = geomean(
+        of[ours]["tflops"] / of[fixed]["tflops"] for of in cells if fixed in of
+    )
+    return line
+
+
+def _speed(row: Row, unit: str) -> float:
+    return float(row["tflops"] if unit == "TFLOP/s" else row["gbps"] / 1000)
 
 
 COLUMNS = ("memeff", *backends.PEERS, "over efficient", "worst", "over best")
@@ -162,19 +185,31 @@ HEADS = (
 PASS_NAMES = {"fwd": "Forward", "bwd": "Backward"}
 
 
+RATIOS = ("over efficient", "worst", "over best")
+
+
 def _figures(line: Mapping[str, Any], ours: str) -> list[str]:
     shown = []
     for column in (ours, *COLUMNS[1:]):
         value = line.get(column, math.nan)
-        if math.isnan(value):
-            shown.append("-")
-        else:
-            shown.append(
-                f"{value:.2f}x"
-                if column in ("over efficient", "worst", "over best")
-                else f"{value:.0f}"
-            )
+        digits = 0 if line["unit"] == "TFLOP/s" else 2
+        text = f"{value:.2f}x" if column in RATIOS else f"{value:.{digits}f}"
+        shown.append("-" if math.isnan(value) else text)
     return shown
+
+
+def _titled(group: str, line: Mapping[str, Any]) -> str:
+    return group if line["unit"] == "TFLOP/s" else f"{group}, {line['unit']}"
+
+
+def beside_fixed(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """What packing costs: of each group of packed sequences, our TFLOP/s over those of our kernel
+    on the fixed-length problem of the same flop. Empty where there are none."""
+    found = {group: line["over fixed"] for group, line in table.items()}
+    shown = [f"{group} {ratio:.2f}x" for group, ratio in found.items() if not math.isnan(ratio)]
+    if not shown:
+        return ""
+    return f"Packed sequences over our kernel on fixed lengths of the same flop: {', '.join(shown)}"
 
 
 def slower(rows: Iterable[Row], ours: str, which: str) -> list[str]:
@@ -189,23 +224,27 @@ def slower(rows: Iterable[Row], ours: str, which: str) -> list[str]:
 
 def summary(rows: Sequence[Row]) -> str:
     """The short tables that end a run: TFLOP/s and ratios, geometric means for each group."""
-    ours = [b for b in dict.fromkeys(r["backend"] for r in rows) if backends.is_ours(b)]
+    timed = [b for b in dict.fromkeys(r["backend"] for r in rows) if b != backends.FIXED]
+    ours = [b for b in timed if backends.is_ours(b)]
     text = []
     for which in _passes_of(rows):
         for name in ours:
             what = PASS_NAMES[which].lower()
             text.append(f"\n{name}: geometric means, TFLOP/s (useful flop), {what}")
-            text.append(f"{'':22}{'cells':>6}" + "".join(f"{h:>17}" for h in HEADS))
-            for group, line in groups(rows, name, which).items():
+            text.append(f"{'':30}{'cells':>6}" + "".join(f"{h:>17}" for h in HEADS))
+            table = groups(rows, name, which)
+            for group, line in table.items():
                 figures = "".join(f"{v:>17}" for v in _figures(line, name))
-                text.append(f"{group:22}{line['cells']:>6}{figures}")
+                text.append(f"{_titled(group, line):30}{line['cells']:>6}{figures}")
+            text += [packed] if (packed := beside_fixed(table)) else []
             slow = slower(rows, name, which)
             text.append(f"slower than efficient, {what}: {len(slow)} cells")
             text += [f"  {line}" for line in slow]
         if not ours:
-            for name in dict.fromkeys(r["backend"] for r in rows):
+            for name in timed:
                 for group, line in groups(rows, name, which).items():
-                    text.append(f"{name:12} {which} {group:22} {line[name]:8.0f} TFLOP/s")
+                    figure = _figures(line, name)[0]
+                    text.append(f"{name:12} {which} {group:30} {figure:>8} {line['unit']}")
     return "\n".join(text)
 
 
@@ -215,12 +254,15 @@ def not_served(
     names: Sequence[str],
     sm: int,
 ) -> str:
-    """Lines that say which backend has no kernel for how many cells of a set, and why."""
+    """Lines that say which backend has no kernel for how many cells of a set, and why. Without
+    memeff-fixed where no sequences are packed: there it is memeff itself."""
     count: dict[tuple[str, str, str, str], int] = defaultdict(int)
     for name, cells in listed.items():
         for which in passes:
             for backend in names:
                 for cell in cells:
+                    if backend == backends.FIXED and cell.lens is None:
+                        continue
                     if why := backends.not_served(backend, cell, sm, which):
                         count[backend, name, which, why] += 1
     return "".join(
@@ -275,7 +317,8 @@ def compare(first: Path, second: Path) -> tuple[str, int]:
 
 MEANING = {
     "fwd": "geometric means in TFLOP/s of useful flop, and our speed over PyTorch's "
-    "memory-efficient kernel (mean, worst cell) and over the fastest peer of each cell.",
+    "memory-efficient kernel (mean, worst cell) and over the fastest peer of each cell; decoding "
+    "in TB/s of keys and values.",
     "bwd": "the backward pass alone, counted as 2.5 times the forward's flop.",
 }
 
@@ -294,12 +337,16 @@ def _readme_table(contents: Sequence[Mapping[str, Any]], which: str) -> list[str
         "|---|" + "---|" * len(HEADS),
     ]
     rows = [row for content in claiming for row in content["rows"]]
-    for group, line in groups(rows, "memeff", which).items():
-        text.append(f"| {group} ({line['cells']}) | " + " | ".join(_figures(line, "memeff")) + " |")
+    table = groups(rows, "memeff", which)
+    for group, line in table.items():
+        label = f"{_titled(group, line)} ({line['cells']})"
+        text.append(f"| {label} | " + " | ".join(_figures(line, "memeff")) + " |")
+    packed = beside_fixed(table)
     slow = slower(rows, "memeff", which)
     shown = [*slow[:SHOWN_SLOWER], *(["..."] if len(slow) > SHOWN_SLOWER else [])]
     listed = f": {'; '.join(shown)}" if slow else ""
-    return [*text, "", f"Slower than PyTorch's memory-efficient kernel: {len(slow)} cells{listed}."]
+    text += ["", f"Slower than PyTorch's memory-efficient kernel: {len(slow)} cells{listed}."]
+    return [*text, "", f"{packed}."] if packed else text
 
 
 def readme_block(folder: Path = RESULTS) -> str:

@@ -33,21 +33,18 @@ def result(name: str, sm: int = 90, passes: tuple[str, ...] = shapes.PASSES) -> 
 
 def test_sets_and_cells() -> None:
     sizes = {name: len(shapes.cells(name)) for name in shapes.SETS}
-    counts = {"llm": 36, "vision": 19, "anyk": 8, "fp32": 6, "clients": 5, "features": 4}
-    assert sizes == counts
+    counts = {"llm": 36, "vision": 19, "anyk": 8, "fp32": 6, "clients": 5, "features": 5}
+    assert sizes == {**counts, "varlen": 2, "decode": 4}
     for name in shapes.SETS:
         names = [c.name for c in shapes.cells(name)]
         assert len(set(names)) == len(names)
     listed = json.loads(shapes.CELLS.read_text())
-    assert set(listed) == {*shapes.SETS, *shapes.LATER}
-    for name in shapes.SETS:  # what is not served waits for a field, not silently
-        left = [c for c in listed[name] if any(f in c for f in shapes.LATER_FIELDS)]
-        assert len(listed[name]) == sizes[name] + len(left)
+    assert {name: len(cells) for name, cells in listed.items()} == sizes
 
 
 def test_cells_with_features() -> None:
     cells = {c.label: c for c in shapes.cells("features")}
-    assert list(cells) == ["bias", "bias_row", "evoformer", "dropout"]
+    assert list(cells) == ["bias", "bias_row", "evoformer", "dropout", "window512"]
     assert cells["bias"].bias_shape == (4, 16, 2048, 2048)
     assert cells["evoformer"].bias_shape == (1, 3, 512, 512)
     assert cells["dropout"].p == 0.1 and cells["dropout"].bias_shape is None
@@ -58,12 +55,6 @@ def test_cells_with_features() -> None:
     old = {k: v for k, v in shapes.cells("llm")[0].row("fwd", "memeff").items() if k != "label"}
     assert shapes.cell_of(old) == shapes.cells("llm")[0]
     assert "anyk K>256" in next(c for c in shapes.cells("anyk") if c.K == 320).groups
-
-
-@pytest.mark.parametrize("name", shapes.LATER)
-def test_sets_of_later_work_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--set", name]) == 2
-    assert "not served yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,7 +132,7 @@ def test_a_run_of_one_pass_keeps_the_rows_of_the_other() -> None:
 
 
 def test_errors_are_allowed_to_peers_only(tmp_path: Path) -> None:
-    for backend in backends.DEFAULT:
+    for backend in ("memeff", *backends.PEERS):
         content = result("clients")
         row = next(r for r in content["rows"] if r["backend"] == backend)
         row.update(ms=None, error="refused")
@@ -184,7 +175,7 @@ def test_who_serves_what() -> None:
         for cell in (wide, single, usual, *features.values()):
             assert not any(backends.not_served(backend, cell, 70, w) for w in shapes.PASSES)
     text = report.not_served({"features": list(features.values())}, ["bwd"], ["flash"], 90)
-    assert text == "not served: flash, features bwd, 3 of 4 cells: no additive bias\n"
+    assert text == "not served: flash, features bwd, 3 of 5 cells: no additive bias\n"
 
 
 def test_committed_results_are_complete() -> None:
@@ -423,7 +414,8 @@ def test_run_writes_a_complete_file(
     assert main(["run", "--set", "features", "--out", str(cpu_run)]) == 0
     content = report.checked(cpu_run / "features.json")
     with_bias = ["memeff", "efficient", "cudnn", "memeff", "efficient"]
-    assert [r["backend"] for r in content["rows"]] == [*with_bias, *(2 * backends.DEFAULT)]
+    plain_cell = ["memeff", *backends.PEERS]
+    assert [r["backend"] for r in content["rows"]] == [*with_bias, *(2 * plain_cell)]
     assert {r.get("error") for r in content["rows"]} == {None, "no such kernel"}
     assert all(r["tflops"] > 0 for r in content["rows"] if r["ms"])
     text = capsys.readouterr().out
