@@ -248,6 +248,8 @@ def sample(
     out = Exact(*(problem.out(rows, kind) for kind in kinds))
     gradients = []
     if "bwd" in passes:
+        if cell.Hkv != cell.H:  # a key's gradient sums its group's heads; a pair is one head
+            raise NotImplementedError("gradients of grouped heads are not sampled")
         of = [list(problem.gradients(rows, keys, kind)) for kind in kinds]
         gradients = [Exact(*three) for three in zip(*of, strict=True)]
     return Sample(cell, pairs, rows, keys, out, gradients)
