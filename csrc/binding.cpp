@@ -210,8 +210,8 @@ py::dict row_dict(const KernelRow& row) {
                   "dropout"_a = row.dropout, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
                   "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
                   "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_sm"_a = row.min_sm,
-                  "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill, "built_archs"_a = archs,
-                  "built"_a = row.is_built());
+                  "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
+                  "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

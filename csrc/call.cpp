@@ -92,7 +92,7 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   DeviceFacts facts;
   const KernelRow* row = nullptr;
   if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
-  const int32_t splits = allocate ? forward_splits(*row, params, facts.sm_count) : 1;
+  const int32_t splits = allocate ? forward_splits(*row, params, facts.smem_optin, facts.sm_count) : 1;
   if (splits > 1) {
     const int64_t needed = partial_numel(params, splits);
     const TensorDesc workspace = allocate(needed);

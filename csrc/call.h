@@ -12,8 +12,8 @@ namespace memeff {
 // lives until the launches are made. May throw.
 using Allocate = std::function<TensorDesc(int64_t elements)>;
 
-// The row's kernel; where few blocks would run, parts of the keys in more of them, then their merge. Asks for a workspace
-// only then, when all else is known to be right; an `allocate` that is empty: never.
+// The row's kernel; where few blocks would run, parts of the keys in more of them, then their merge. Asks for a
+// workspace only then, when all else is known to be right; an `allocate` that is empty: never.
 Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_st* stream);
 
 // delta, the row's kernels, then the sums of partial gradients. Asks once for the workspace, when all else is known to

@@ -34,6 +34,7 @@ struct KernelRow {
   double max_blocks_per_sm;  // 0: any; automatic choice only
   int32_t min_sm, max_sm;    // automatic choice only
   bool allow_spill;          // the build accepts register spills
+  int32_t blocks_per_sm;     // that the registers allow
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none

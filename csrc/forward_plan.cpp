@@ -18,6 +18,13 @@ bool sees_all(const ForwardParams& p) {
   return p.anchor == Anchor::kBottomRight && p.window_left < 0;
 }
 
+// Blocks that run at the same time. An SM has 1 KB more shared memory than one block may ask for, and each block
+// costs 1.
+int64_t places(const KernelRow& row, int32_t smem_optin, int32_t sm_count) {
+  const int64_t by_memory = (int64_t(smem_optin) + 1024) / (row.smem_bytes + 1024);
+  return sm_count * std::max<int64_t>(1, std::min<int64_t>(row.blocks_per_sm, by_memory));
+}
+
 template <typename View>
 void heads_to_rows(View* view) {
   view->stride_m = view->stride_h;
@@ -41,16 +48,15 @@ void pack_heads(ForwardParams* p, Request* r) {
   r->queries = p->queries, r->heads = p->heads;
 }
 
-int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t sm_count) {
+int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t smem_optin, int32_t sm_count) {
   if (row.dtype == DType::kF32) return 1;
   const Sequences& s = p.sequences;
   const int64_t count = s.query_starts != nullptr ? s.count : 1;
   const int64_t tiles = s.query_starts != nullptr ? p.queries / row.tile_m + count : ceil_div(p.queries, row.tile_m);
   const int64_t slabs = row.max_kv == 0 ? ceil_div(p.value_dim, row.value_tile) : 1;
-  const int64_t blocks = p.batch * p.heads * tiles * slabs, wanted = 2 * int64_t(sm_count);
-  if (blocks >= wanted) return 1;
+  const int64_t blocks = p.batch * p.heads * tiles * slabs;
   const int64_t by_keys = std::max<int64_t>(1, p.keys / count / row.tile_n / kMinKeyBlocks);
-  return int32_t(std::min({ceil_div(wanted, blocks), by_keys, kMaxSplits}));
+  return int32_t(std::max<int64_t>(1, std::min({places(row, smem_optin, sm_count) / blocks, by_keys, kMaxSplits})));
 }
 
 int64_t partial_numel(const ForwardParams& p, int32_t splits) {

@@ -11,8 +11,9 @@ namespace memeff {
 // lie side by side.
 void pack_heads(ForwardParams* params, Request* request);
 
-// Into how many parts the keys are cut (params.h: Partial) so that there are two waves of blocks; 1 for fp32.
-int32_t forward_splits(const KernelRow& row, const ForwardParams& params, int32_t sm_count);
+// Into how many parts the keys are cut (params.h: Partial): as many as keep all blocks running at once, on a GPU of so
+// much shared memory a block and so many SMs; 1 for fp32.
+int32_t forward_splits(const KernelRow& row, const ForwardParams& params, int32_t smem_optin, int32_t sm_count);
 
 // fp32 elements of the parts' results.
 int64_t partial_numel(const ForwardParams& params, int32_t splits);

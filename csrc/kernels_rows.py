@@ -35,6 +35,7 @@ class Variant:
     max_m: int = 0  # with max_blocks_per_sm: automatic choice only when M <= max_m, ...
     max_blocks_per_sm: float = 0  # ... or when this row's grid has at most so many blocks an SM
     allow_spill: bool = False
+    blocks_per_sm: int = 1  # that the registers allow; the plan of split keys counts on them
     header: str = "chained/launch.h"
     kind: str = "fwd"  # "fwd" | "bwd"
     # Forward: serves calls with dropout, and only those; with bias also set, both with and without
@@ -150,6 +151,7 @@ def variants(
                 max_m=shape.max_m,
                 max_blocks_per_sm=shape.max_blocks_per_sm,
                 allow_spill=bias in shape.spills,
+                blocks_per_sm=shape.blocks,
                 dropout=shape.full,
             )
 
@@ -200,6 +202,7 @@ def gradients(
                 traits=f"chained::BackwardRow<{', '.join(arguments)}>",
                 max_m=shape.max_m,
                 allow_spill=shape.spills,
+                blocks_per_sm=min(shape.full_blocks if bias else shape.blocks),
                 header="chained/backward_launch.h",
                 kind="bwd",
                 dropout=dropout,
@@ -219,6 +222,9 @@ SM80_16 = [
           bias_smem=42576, **FEW_QUERIES),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50256, 64, blocks=2, bias_smem=68688,
           spills=BIAS),
+    # Decoding: up to 16 queries, more blocks an SM to keep copies in flight.
+    Shape("k128_m16", (16, 64, 128), (16, 16, 32), "resident:128", 39312, 128, blocks=4,
+          bias=NO_BIAS, max_m=16),
     Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57936, 128, blocks=2,
           bias=NO_BIAS, max_m=64, max_blocks_per_sm=2),
     Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 67152, 128, blocks=2,
@@ -256,7 +262,7 @@ SM80_F32_FEW = [
     ),
 ]  # fmt: skip
 SM80_F32 = [
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, blocks=2, spills=BIAS),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, blocks=2, spills=BOTH),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99920, 64, spills=BOTH),
     Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90960, 96, blocks=2, bias=NO_BIAS),
     Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165968, 128, spills=BIAS),

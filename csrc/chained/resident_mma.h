@@ -165,30 +165,19 @@ class ResidentMma
     ++b;
   }
 
-  // x rounded to the bits that TF32 keeps; of `low` the hardware cuts the others itself. kNearest: half
-  // of the last place kept is added to the bits; that would wrap the NaN of all ones to 0, and `low` has to show it.
-  // Otherwise a factor adds 1/3 to 2/3 of that place: 2/3 of it off at most, one instruction less.
-  static constexpr bool kNearest = kSplit != Fp32Split::kShort;
-  static constexpr uint32_t kHalfUlp = 0x1000, kKept = 0xffffe000;
-  CUTLASS_DEVICE static float rounded(float x) {
-    constexpr float kRound = 1.f + 4.f / 3.f / 4096.f;
-    const uint32_t bits = kNearest ? __float_as_uint(x) + kHalfUlp : __float_as_uint(__fmul_rn(x, kRound));
-    return __uint_as_float(bits & kKept);
-  }
-  // Of an infinity the rest is inf - inf, the NaN of all ones: wrapped to a tiny number, so that the product stays inf.
-  CUTLASS_DEVICE static uint32_t rounded_rest(float x, float high) {
-    const uint32_t rest = __float_as_uint(__fsub_rn(x, high));
-    return kNearest && x != x ? rest : rest + kHalfUlp;
-  }
-
+  // `high` is rounded to nearest by adding half of the last place that TF32 keeps to the bits, `low` by a factor that
+  // adds 1/3 to 2/3 of it (the cut is the hardware's). So NaN stays NaN: the addition wraps that of all ones, which is
+  // what GPUs make, to 0, and `low` shows it. Of an infinity the rest is NaN too.
   template <int kCount, typename Tf32>
   CUTLASS_DEVICE static void split(cutlass::Array<float, kCount> const& x, cutlass::Array<Tf32, kCount>& high,
                                    cutlass::Array<Tf32, kCount>& low) {
+    constexpr uint32_t kHalfUlp = 0x1000, kKept = 0xffffe000;  // TF32 keeps all but the last 13 bits of fp32
+    constexpr float kRound = 1.f + 4.f / 3.f / 4096.f;
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < kCount; ++e) {
-      const float first = rounded(x[e]);
-      high[e] = Tf32::bitcast(__float_as_uint(first));
-      low[e] = Tf32::bitcast(rounded_rest(x[e], first));
+      const float rounded = __uint_as_float((__float_as_uint(x[e]) + kHalfUlp) & kKept);
+      high[e] = Tf32::bitcast(__float_as_uint(rounded));
+      low[e] = Tf32::bitcast(__float_as_uint(__fmul_rn(__fsub_rn(x[e], rounded), kRound)));
     }
   }
 

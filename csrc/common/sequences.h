@@ -101,26 +101,32 @@ CUTLASS_DEVICE Problem any_problem(ForwardParams const& p, Starts const& starts,
 
 constexpr int kSorted = 30;  // and the two without keys: a lane each
 
-// The sequence that holds tile `number` in the order of the loops' lengths; kSorted + 1 where none does. `number`
-// becomes the tile's number within it.
+CUTLASS_DEVICE int from_lane(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+// The sequence that holds tile `number` in the order of the loops' lengths, all zero where none does. `number` becomes
+// the tile's number within it. Each lane knows one sequence.
 template <bool kKeys>
-CUTLASS_DEVICE int find_sorted(ForwardParams const& p, Starts const& starts, int tile, bool longest_first,
-                               int& number) {
-  const int lane = threadIdx.x & 31, s = lane - 1;
+CUTLASS_DEVICE Problem find_sorted(ForwardParams const& p, Starts const& starts, int tile, bool longest_first,
+                                   int& number) {
+  const int lane = threadIdx.x & 31;
   Problem x{};
-  if (s <= starts.count) x = any_problem<kKeys>(p, starts, s);
+  if (lane <= starts.count + 1) x = any_problem<kKeys>(p, starts, lane - 1);
   const int tiles = ((kKeys ? x.key_rows : x.queries) + tile - 1) / tile;
   const int length = longest_first ? -(kKeys ? x.queries : x.keys) : kKeys ? x.queries : x.keys;
   int before = 0;
-  for (int other = 0; other < 32; ++other) {
-    const int their_length = __shfl_sync(0xffffffffu, length, other), theirs = __shfl_sync(0xffffffffu, tiles, other);
+  for (int other = 0; other < starts.count + 2; ++other) {
+    const int their_length = from_lane(length, other), theirs = from_lane(tiles, other);
     if (their_length < length || (their_length == length && other < lane)) before += theirs;
   }
   const unsigned holds = __ballot_sync(0xffffffffu, before <= number && number < before + tiles);
-  if (holds == 0) return kSorted + 1;
-  const int owner = __ffs(int(holds)) - 1;
-  number -= __shfl_sync(0xffffffffu, before, owner);
-  return owner - 1;
+  const int owner = holds == 0 ? 31 : __ffs(int(holds)) - 1;
+  number -= from_lane(before, owner);
+  x.queries = from_lane(x.queries, owner), x.keys = from_lane(x.keys, owner);
+  x.key_rows = holds == 0 ? 0 : from_lane(x.key_rows, owner);
+  x.query_row = from_lane(x.query_row, owner), x.key_row = from_lane(x.key_row, owner);
+  x.sequence = uint32_t(from_lane(int(x.sequence), owner));
+  if (holds == 0) x.queries = 0;
+  return x;
 }
 
 }  // namespace sequences
@@ -144,8 +150,7 @@ CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, in
   }
   const sequences::Starts starts = kKeys ? sequences::key_starts(p) : sequences::query_starts(p);
   if (starts.count <= sequences::kSorted) {
-    const int s = sequences::find_sorted<kKeys>(p, starts, rows_per_tile, longest_first, found.tile);
-    if (s <= starts.count) x = sequences::any_problem<kKeys>(p, starts, s);
+    x = sequences::find_sorted<kKeys>(p, starts, rows_per_tile, longest_first, found.tile);
     return found;
   }
   const int s = sequences::find(starts, rows_per_tile, int(number));
