@@ -1,11 +1,14 @@
-// The Python module memeff_attn._C: the only file that knows Python. Its calls are described in memeff_attn/_C.pyi.
+// The Python module memeff_attn._C: with binding_tensors.h the only file that knows Python. Its calls are described in
+// memeff_attn/_C.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <array>
+#include <map>
 #include <sstream>
 #include <utility>
 
+#include "binding_tensors.h"
 #include "call.h"
 #include "device.h"
 
@@ -13,65 +16,6 @@ namespace py = pybind11;
 
 namespace memeff {
 namespace {
-
-// The exchange table of a tensor type; the last type seen is kept, for ever, so that its address stays its own.
-const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
-  static PyTypeObject* known_type = nullptr;
-  static const dlpack::ExchangeApi* known_api = nullptr;
-  if (type == known_type) return known_api;
-  const py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
-  if (capsule.is_none())
-    throw py::type_error("no __dlpack_c_exchange_api__: the calls named _scalars take such tensors");
-  auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (api == nullptr) throw py::error_already_set();
-  while (api != nullptr && api->version.major != 1) api = api->previous;
-  if (api == nullptr || api->tensor_from_py_object == nullptr)
-    throw py::type_error("this torch's DLPack exchange is not of version 1: the calls named _scalars take its tensors");
-  Py_INCREF(type);
-  known_type = type;
-  return known_api = api;
-}
-
-TensorDesc desc_of(py::handle tensor) {
-  if (tensor.is_none()) return {};
-  dlpack::Tensor view;
-  if (exchange_api(Py_TYPE(tensor.ptr()))->tensor_from_py_object(tensor.ptr(), &view) != 0)
-    throw py::error_already_set();
-  return from_dlpack(view);
-}
-
-// (address, DType, shape, strides)
-TensorDesc desc_of_scalars(py::handle scalars, int device) {
-  if (scalars.is_none()) return {};
-  const auto [address, dtype, shape, strides] =
-      scalars.cast<std::tuple<uintptr_t, int32_t, std::vector<int64_t>, std::vector<int64_t>>>();
-  if (shape.size() != strides.size()) throw py::value_error("shape and strides have different lengths");
-  TensorDesc desc;
-  desc.data = reinterpret_cast<void*>(address);
-  desc.dtype = dtype;
-  desc.device_type = device >= 0 ? kCudaDevice : 1;
-  desc.device = device;
-  desc.rank = shape.empty() ? kMaxRank + 1 : int32_t(shape.size());
-  for (size_t i = 0; i < shape.size() && i < kMaxRank; ++i) desc.shape[i] = shape[i], desc.strides[i] = strides[i];
-  return desc;
-}
-
-// None, or (window_left, window_right, query_starts, key_starts, key_lengths, block_tables, page_size,
-// bias_per_sequence); `describe` turns each of the tensors into a TensorDesc.
-template <typename Describe>
-MaskCall mask_of(py::handle mask, const Describe& describe) {
-  if (mask.is_none()) return {};
-  const auto fields = mask.cast<py::tuple>();
-  if (fields.size() != 8) throw py::value_error("mask has " + std::to_string(fields.size()) + " fields, not 8");
-  return {fields[0].cast<int64_t>(), fields[1].cast<int64_t>(), describe(fields[2]),       describe(fields[3]),
-          describe(fields[4]),       describe(fields[5]),       fields[6].cast<int64_t>(), fields[7].cast<bool>()};
-}
-
-MaskCall mask_of_tensors(py::handle mask) { return mask_of(mask, desc_of); }
-
-MaskCall mask_of_scalars(py::handle mask, int device) {
-  return mask_of(mask, [&](py::handle scalars) { return desc_of_scalars(scalars, device); });
-}
 
 py::object answer(const Status& status) {
   if (status.ok()) return py::none();
@@ -145,48 +89,42 @@ Pass pass_from(const std::string& name) {
   throw py::value_error("pass is \"" + name + "\", not \"fwd\" or \"bwd\"");
 }
 
+using Field = void (*)(Request&, py::handle);
+template <auto kMember>
+void set(Request& r, py::handle value) {
+  r.*kMember = value.cast<std::decay_t<decltype(r.*kMember)>>();
+}
+
+const std::map<std::string, Field>& request_fields() {
+  static const std::map<std::string, Field> fields{
+      {"dtype", [](Request& r, py::handle x) { r.dtype = dtype_from(x.cast<std::string>()); }},
+      {"math", [](Request& r, py::handle x) { r.math = x.cast<std::string>() == "tf32" ? Math::kTf32 : Math::kIeee; }},
+      {"variant", [](Request& r, py::handle x) { r.variant = x.is_none() ? "" : x.cast<std::string>(); }},
+      {"pass", [](Request& r, py::handle x) { r.pass = pass_from(x.cast<std::string>()); }},
+      {"dropout", set<&Request::dropout>},
+      {"bias_grad", set<&Request::bias_grad>},
+      {"has_bias", set<&Request::has_bias>},
+      {"any_build", set<&Request::any_build>},
+      {"sm", set<&Request::sm>},
+      {"smem_optin", set<&Request::smem_optin>},
+      {"sm_count", set<&Request::sm_count>},
+      {"B", set<&Request::batch>},
+      {"M", set<&Request::queries>},
+      {"N", set<&Request::keys>},
+      {"H", set<&Request::heads>},
+      {"K", set<&Request::head_dim>},
+      {"Kv", set<&Request::value_dim>},
+      {"alignment", set<&Request::alignment>}};
+  return fields;
+}
+
 Request request_of(const py::dict& fields) {
   Request r;
   for (const auto& [key, value] : fields) {
     const auto name = key.cast<std::string>();
-    if (name == "dtype")
-      r.dtype = dtype_from(value.cast<std::string>());
-    else if (name == "math")
-      r.math = value.cast<std::string>() == "tf32" ? Math::kTf32 : Math::kIeee;
-    else if (name == "variant")
-      r.variant = value.is_none() ? "" : value.cast<std::string>();
-    else if (name == "pass")
-      r.pass = pass_from(value.cast<std::string>());
-    else if (name == "dropout")
-      r.dropout = value.cast<bool>();
-    else if (name == "bias_grad")
-      r.bias_grad = value.cast<bool>();
-    else if (name == "has_bias")
-      r.has_bias = value.cast<bool>();
-    else if (name == "any_build")
-      r.any_build = value.cast<bool>();
-    else if (name == "sm")
-      r.sm = value.cast<int32_t>();
-    else if (name == "smem_optin")
-      r.smem_optin = value.cast<int32_t>();
-    else if (name == "sm_count")
-      r.sm_count = value.cast<int32_t>();
-    else if (name == "B")
-      r.batch = value.cast<int64_t>();
-    else if (name == "M")
-      r.queries = value.cast<int64_t>();
-    else if (name == "N")
-      r.keys = value.cast<int64_t>();
-    else if (name == "H")
-      r.heads = value.cast<int64_t>();
-    else if (name == "K")
-      r.head_dim = value.cast<int32_t>();
-    else if (name == "Kv")
-      r.value_dim = value.cast<int32_t>();
-    else if (name == "alignment")
-      r.alignment = value.cast<int32_t>();
-    else
-      throw py::key_error("a request has no field \"" + name + "\"");
+    const auto found = request_fields().find(name);
+    if (found == request_fields().end()) throw py::key_error("a request has no field \"" + name + "\"");
+    found->second(r, value);
   }
   return r;
 }
@@ -230,6 +168,15 @@ py::dict backward_plan(const py::dict& request, int heads_per_kv, std::array<int
                   "bias"_a = plan.splits.bias, "workspace"_a = plan.total);
 }
 
+// (row, parts of the keys) of a forward request without sequences.
+py::tuple forward_plan(const py::dict& request) {
+  const KernelRow* row = nullptr;
+  int32_t splits = 1;
+  const Status status = plan_forward_request(request_of(request), &row, &splits);
+  if (!status.ok()) throw py::value_error(status.message);
+  return py::make_tuple(row->name, splits);
+}
+
 py::list variants() {
   py::list rows;
   for (int i = 0; i < kKernelCount; ++i) rows.append(row_dict(kKernelTable[i]));
@@ -252,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
   def_forward(m, std::make_index_sequence<7>());
   def_backward(m, std::make_index_sequence<13>());
   m.def("backward_plan", &backward_plan);
+  m.def("forward_plan", &forward_plan);
   m.def("select", &select_name);
   m.def("explain", [](const py::dict& request) { return explain(request_of(request)); });
   m.def("variants", &variants);

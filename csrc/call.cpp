@@ -117,6 +117,16 @@ Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream
   return launch_all(*b.row, b.params, data, args, stream);
 }
 
+Status plan_forward_request(const Request& asked, const KernelRow** row, int32_t* splits) {
+  const Request r = with_chip_facts(asked);
+  if (Status s = select(r, row); !s.ok()) return s;
+  ForwardParams p;
+  p.batch = r.batch, p.queries = int32_t(r.queries), p.keys = int32_t(r.keys), p.heads = int32_t(r.heads);
+  p.head_dim = r.head_dim, p.value_dim = r.value_dim;
+  *splits = forward_splits(**row, p, r.smem_optin, r.sm_count);
+  return {};
+}
+
 Status plan_request(const Request& asked, int32_t heads_per_kv, const int64_t (&bias)[4], const KernelRow** row,
                     BackwardPlan* plan) {
   const Request r = with_chip_facts(asked);

@@ -20,6 +20,9 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
 // be right. Does nothing where no gradient is wanted.
 Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream);
 
+// For tests: the parts of the keys in a request without sequences.
+Status plan_forward_request(const Request& request, const KernelRow** row, int32_t* splits);
+
 // For tests: the plan of a request alone. bias: sizes [B, H, M, N] of the bias whose gradient is wanted, all 0: none.
 Status plan_request(const Request& request, int32_t heads_per_kv, const int64_t (&bias)[4], const KernelRow** row,
                     BackwardPlan* plan);

@@ -23,6 +23,12 @@ constexpr ChipFacts kChips[] = {
 
 int64_t ceil_div(int64_t a, int64_t b) { return b > 0 ? (a + b - 1) / b : a; }
 
+// Into how many parts a forward row's keys may be cut (forward_plan.cpp).
+int64_t most_parts(const KernelRow& row, const Request& request) {
+  if (row.kind == Pass::kBackward || row.dtype == DType::kF32) return 1;
+  return std::clamp<int64_t>(request.keys / row.tile_n / kMinKeyBlocks, 1, kMaxKeyParts);
+}
+
 // Of a backward row's kernels that with the fewest blocks counts.
 double blocks_per_sm(const KernelRow& row, const Request& request) {
   const bool backward = row.kind == Pass::kBackward;
@@ -30,7 +36,7 @@ double blocks_per_sm(const KernelRow& row, const Request& request) {
   const int64_t slabs = row.max_kv == 0 ? ceil_div(request.value_dim, row.value_tile) : 1;
   const double blocks =
       double(request.batch) * double(request.heads) * double(ceil_div(length, row.tile_m)) * double(slabs);
-  return blocks / double(request.sm_count);
+  return blocks * double(most_parts(row, request)) / double(request.sm_count);
 }
 
 // Machine code runs on its own major capability from its minor one up; PTX on anything at least as new.

@@ -45,6 +45,11 @@ struct KernelRow {
   bool is_full() const { return bias && dropout; }  // a tensor bias is then allowed, not needed
 };
 
+// A forward call's keys are cut into at most so many parts, of at least so many key blocks each (a part's prologue
+// would outweigh it).
+constexpr int64_t kMaxKeyParts = 64;  // what reduce::launch_merge takes
+constexpr int64_t kMinKeyBlocks = 4;
+
 struct BuildInfo {
   const char* source_hash;
   const char* cuda_version;  // "none": host-only

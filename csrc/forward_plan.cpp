@@ -5,9 +5,6 @@
 namespace memeff {
 namespace {
 
-constexpr int64_t kMaxSplits = 64;    // reduce::launch_merge
-constexpr int64_t kMinKeyBlocks = 4;  // a part keeps at least so many, or its prologue outweighs it
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t rows(const ForwardParams& p) { return p.batch * p.heads * p.queries; }
@@ -56,7 +53,7 @@ int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t sme
   const int64_t slabs = row.max_kv == 0 ? ceil_div(p.value_dim, row.value_tile) : 1;
   const int64_t blocks = p.batch * p.heads * tiles * slabs;
   const int64_t by_keys = std::max<int64_t>(1, p.keys / count / row.tile_n / kMinKeyBlocks);
-  return int32_t(std::max<int64_t>(1, std::min({places(row, smem_optin, sm_count) / blocks, by_keys, kMaxSplits})));
+  return int32_t(std::max<int64_t>(1, std::min({places(row, smem_optin, sm_count) / blocks, by_keys, kMaxKeyParts})));
 }
 
 int64_t partial_numel(const ForwardParams& p, int32_t splits) {

@@ -153,6 +153,7 @@ class BackwardPlan(TypedDict):
 
 # What backward would do for a request with "pass": "bwd" and every gradient wanted; bias: sizes
 # [B, H, M, N] of the bias whose gradient is wanted, zeros: none. Raises ValueError without a row.
+def forward_plan(request: dict[str, Any]) -> tuple[str, int]: ...  # row, parts of the keys
 def backward_plan(
     request: Request, heads_per_kv: int, bias: tuple[int, int, int, int], /
 ) -> BackwardPlan: ...

@@ -43,12 +43,14 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, p.sequences);
   args.bias_copy = bias_copy_of<Traits>(p);
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;
-  const int64_t bytes_per_head =
-      int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
-  const int64_t tiles = p.sequences.query_starts != nullptr ? packed_tiles(p.queries, Traits::kTileM, p.sequences.count)
-                                                            : tiles_of(p.queries, Traits::kTileM);
+  const bool packed = p.sequences.query_starts != nullptr;
+  const int64_t keys = packed ? p.keys / p.sequences.count + 1 : p.keys;  // of the heads that run at the same time
+  const int64_t bytes_per_head = keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
+  const int64_t tiles =
+      packed ? packed_tiles(p.queries, Traits::kTileM, p.sequences.count) : tiles_of(p.queries, Traits::kTileM);
+  const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
   args.map = make_tile_map(p.batch, p.heads, tiles, tiles_of(p.value_dim, slab), p.partial.splits, bytes_per_head,
-                           p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0);
+                           packed || causal);
   return args;
 }
 

@@ -22,7 +22,7 @@ struct TileMap {
   uint32_t slabs = 1;          // ceil(Kv / kValueTile)
   uint32_t splits = 1;         // parts of the keys
   uint32_t section_heads = 1;  // heads that share a section
-  bool longest_first = false;  // causal: the last query tiles see the most keys
+  bool longest_first = false;  // causal: the last query tiles see the most keys; packed sequences: sorted so
 };
 
 struct TileCoord {
