@@ -67,6 +67,8 @@ Status read_lse(const TensorDesc& lse, const Canonical& q, int query_rank, LseVi
   return {};
 }
 
+constexpr int64_t kLongest = (int64_t(1) << 31) - 1024;  // the end of the tile after the last is an int32 too
+
 bool fits_int32(int64_t n) { return n <= std::numeric_limits<int32_t>::max(); }
 
 // q, the p that kernels know, is threshold / 65536.
@@ -131,8 +133,8 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
   const Canonical k = canonical(key, groups), v = canonical(value, groups);
   const int64_t M = q.length, N = k.length, K = q.depth, Kv = v.depth;
   const int64_t heads = q.groups * q.heads;
-  if (!fits_int32(M) || !fits_int32(N) || !fits_int32(heads) || !fits_int32(K) || !fits_int32(Kv))
-    return invalid("M, N, H, K and Kv must each be below 2^31");
+  if (!fits_int32(heads) || !fits_int32(K) || !fits_int32(Kv)) return invalid("H, K and Kv must each be below 2^31");
+  if (M > kLongest || N > kLongest) return invalid("M and N must each be at most 2^31 - 1024");
 
   *p = ForwardParams{};
   p->query = view_of<TensorView>(query, q);

@@ -105,3 +105,6 @@ def test_parts_without_keys() -> None:
     assert (out[:, 0] == 0).all() and torch.equal(out[0, 1:, 0], v[0, 17].expand(3, 128))
     first = lse[0] if lse.dim() == 4 else lse
     assert first[0, 0, 0] == -float("inf") and torch.isfinite(first[0, 0, 1:]).all()
+    v[0, 100] = float("nan")  # hidden, beside keys of a tile that is read
+    out, lse = memeff_attn.memory_efficient_attention_forward_requires_grad(q, k, v, hidden)
+    assert (out[:, 0] == 0).all()

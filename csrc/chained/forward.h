@@ -141,7 +141,8 @@ struct ForwardBlock : ForwardTile<Traits> {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordO::kColumns; ++j) {
         const int column = first + CoordO::column(lane, j);
-        if (row < rows && column < values) line[column] = o[CoordO::index(i, j)] * inverse[i];
+        // As in the epilogue: a row that sees nothing is 0, whatever 0 * V gave.
+        if (row < rows && column < values) line[column] = inverse[i] == 0.f ? 0.f : o[CoordO::index(i, j)] * inverse[i];
       }
     }
   }

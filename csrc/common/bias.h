@@ -131,10 +131,11 @@ CUTLASS_DEVICE void copy_bias(char* to, BiasView const& bias, const char* from, 
                               int thread) {
   const int bytes = bytes_of(bias.dtype), tile_bytes = kBiasKeys * bytes;
   const int rows = bias.stride_m == 0 ? 1 : queries;
+  const int row_bytes = (keys < kBiasKeys ? keys : kBiasKeys) * bytes;
   if (width == 16) {
-    copy_bias_of<16, kThreads>(to, from, bias.stride_m * bytes, rows, keys * bytes, tile_bytes, thread);
+    copy_bias_of<16, kThreads>(to, from, bias.stride_m * bytes, rows, row_bytes, tile_bytes, thread);
   } else {
-    copy_bias_of<4, kThreads>(to, from, bias.stride_m * bytes, rows, keys * bytes, tile_bytes, thread);
+    copy_bias_of<4, kThreads>(to, from, bias.stride_m * bytes, rows, row_bytes, tile_bytes, thread);
   }
 }
 
