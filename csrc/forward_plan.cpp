@@ -52,7 +52,8 @@ int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t sme
   const int64_t tiles = s.query_starts != nullptr ? p.queries / row.tile_m + count : ceil_div(p.queries, row.tile_m);
   const int64_t slabs = row.max_kv == 0 ? ceil_div(p.value_dim, row.value_tile) : 1;
   const int64_t blocks = p.batch * p.heads * tiles * slabs;
-  const int64_t by_keys = std::max<int64_t>(1, p.keys / count / row.tile_n / kMinKeyBlocks);
+  const int64_t keys = s.block_tables != nullptr ? s.stride_table * s.page_size : p.keys / count;
+  const int64_t by_keys = std::max<int64_t>(1, keys / row.tile_n / kMinKeyBlocks);
   return int32_t(std::max<int64_t>(1, std::min({places(row, smem_optin, sm_count) / blocks, by_keys, kMaxKeyParts})));
 }
 

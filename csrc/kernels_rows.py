@@ -213,10 +213,11 @@ def gradients(
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 SM80_16 = [
     Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21072, 32, blocks=4, bias=NO_BIAS,
-          **FEW_QUERIES),
+          spills=BOTH, **FEW_QUERIES),
     Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 30288, 32, blocks=3, bias=BIAS,
-          **FEW_QUERIES),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33872, 32, blocks=3, bias=NO_BIAS),
+          spills=BOTH, **FEW_QUERIES),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33872, 32, blocks=3, bias=NO_BIAS,
+          spills=BOTH),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 52304, 32, blocks=2, bias=BIAS),
     Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33360, 64, blocks=3,
           bias_smem=42576, **FEW_QUERIES),
@@ -237,7 +238,8 @@ SM80_16 = [
     Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189264, 384, bias=NO_BIAS),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
     Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222544, spills=BOTH),
-    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124240, bias_smem=133456),
+    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124240, bias_smem=133456,
+          spills=BIAS),
     Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90960, bias_smem=100176,
           spills=BOTH),
 ]  # fmt: skip

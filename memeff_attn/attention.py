@@ -66,11 +66,13 @@ def memory_efficient_attention(
             backward), each of which may be None; default: the best.
         output_dtype: the query's dtype until [masks].
     Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
-        what rounding took from it); the backward pass takes the gradients and B * H * M floats and,
-        where few blocks fill the GPU, partial sums: for each gradient at most 8 times its elements,
-        or 64 MiB, in float32; with sequences none of these sums. Nothing grows with M * N but a
-        gradient of a bias that does, or that is broadcast over sequences (docs/masks.md, which
-        also says which pages are copied). On the CPU also a few blocks of scores.
+        what rounding took from it); for few queries also one partial result in float32 for each
+        tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB); the backward pass takes the
+        gradients and B * H * M floats and, where few blocks fill the GPU, partial sums: for each
+        gradient at most 8 times its elements, or 64 MiB, in float32; with sequences none of these
+        sums. Nothing grows with M * N but a gradient of a bias that does, or that is broadcast over
+        sequences (docs/masks.md, which also says which pages are copied). On the CPU also a few
+        blocks of scores.
     Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
         with V, gradients once, after all sums. float32 products are accurate to float32 unless
         torch allows TF32 (torch.backends.cuda.matmul). A query that sees no key gives 0, and adds 0

@@ -1,4 +1,5 @@
-// The parts of a forward pass put together: a warp a row, each lane a stride of columns. Deterministic.
+// The parts of a forward pass put together: a warp for each row and 32 columns of it, so that few rows are many warps.
+// Deterministic.
 #include "reduce/element.h"
 #include "reduce/reduce.h"
 
@@ -11,6 +12,7 @@ constexpr int kMaxSplits = 64;  // two a lane
 struct MergeKernelArgs {
   ForwardParams p;
   int64_t rows;  // B * H * M
+  int chunks;    // of 32 columns
 };
 
 __device__ float warp_max(float x) {
@@ -37,7 +39,10 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
   __shared__ float weights[kThreads / 32][kMaxSplits];
   float* weight = weights[threadIdx.x / 32];
   const int64_t warps = int64_t(gridDim.x) * (kThreads / 32);
-  for (int64_t row = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; row < args.rows; row += warps) {
+  for (int64_t work = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; work < args.rows * args.chunks;
+       work += warps) {
+    const int64_t row = work / args.chunks;
+    const int column = int(work - row * args.chunks) * 32 + lane;
     float high[2], low[2], max = -INFINITY;
     for (int k = 0; k < 2; ++k) {
       const int s = lane + 32 * k;
@@ -65,15 +70,15 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
     const int member = head - group * p.heads_per_group;
     T* out = static_cast<T*>(p.out.data) + batch * p.out.stride_b + group * p.out.stride_g + member * p.out.stride_h +
              m * p.out.stride_m;
-    for (int column = lane; column < p.value_dim; column += 32) {
+    if (column < p.value_dim) {
+      const float* part = p.partial.out + row * p.value_dim + column;
+      const int64_t step = args.rows * p.value_dim;
       float total = 0.f;
-      for (int s = 0; s < splits; ++s) {
-        // A part without keys has weight 0 and out 0.
-        total = fmaf(weight[s], p.partial.out[(s * args.rows + row) * p.value_dim + column], total);
-      }
+#pragma unroll 16
+      for (int s = 0; s < splits; ++s) total = fmaf(weight[s], part[s * step], total);  // without keys: 0 and 0
       out[column] = from_float<T>(total);
     }
-    if (lane == 0 && p.lse.data != nullptr) {
+    if (column == 0 && p.lse.data != nullptr) {
       const int64_t at = batch * p.lse.stride_b + group * p.lse.stride_g + member * p.lse.stride_h + m;
       if (sum == 0.f) {
         p.lse.data[at] = -INFINITY;
@@ -88,8 +93,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
 
 template <typename T>
 Status launch(const ForwardParams& p, CUstream_st* stream) {
-  const MergeKernelArgs args{p, p.batch * p.heads * p.queries};
-  const unsigned blocks = blocks_for(args.rows, kThreads / 32);
+  const MergeKernelArgs args{p, p.batch * p.heads * p.queries, (p.value_dim + 31) / 32};
+  const unsigned blocks = blocks_for(args.rows * args.chunks, kThreads / 32);
   merge_kernel<T><<<blocks, kThreads, 0, stream>>>(args);
   return launched("reduce::merge", blocks);
 }
