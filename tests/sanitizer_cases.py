@@ -58,33 +58,58 @@ def calls(row: dict[str, Any], bias: torch.Tensor) -> list[tuple[torch.Tensor | 
     return found + ([(None, p)] if row["dropout"] else [])
 
 
-def run(row: dict[str, Any], binding: Any) -> str:
-    """Launches one variant, top-left causal, with LSE; a backward variant with every gradient.
+def padded(bias: torch.Tensor) -> torch.Tensor:
+    """The same numbers in rows that wide copies can take."""
+    rows = bias.new_zeros(*bias.shape[:-1], -(-bias.shape[-1] // 16) * 16)
+    rows[..., : bias.shape[-1]] = bias
+    return rows[..., : bias.shape[-1]]
 
-    Returns what went wrong.
-    """
-    m, n, k, kv = shape_of(row)
+
+Launch = tuple[int, int, torch.Tensor | None, float, int, Any]
+
+
+def launches(row: dict[str, Any]) -> list[Launch]:
+    """(M, N, bias, p, causal, mask) of each: plain calls, a bias by wide copies, a short sequence,
+    a window, packed sequences of which one is empty."""
+    m, n, _, _ = shape_of(row)
+    bias = random(DTYPES[row["dtype"]], 1, 2, m, n)
+    plain = calls(row, bias)
+    found: list[Launch] = [(m, n, b, p, 1, None) for b, p in plain]
+    first, p = plain[0]
+    if row["bias"]:
+        found.append((m, n, padded(bias), p, 1, None))
+    if row["kind"] == "bwd" and not row["bias"]:
+        found.append((m, m, None, p, 1, None))
+    found.append((m, n, first, p, 2, (n // 3, 2, None, None, None, None, 0, False)))
+    starts = [
+        torch.tensor(x, dtype=torch.int32, device="cuda")
+        for x in ([0, m // 2, m // 2, m], [0, 3, n // 2, n])
+    ]
+    return [*found, (m, n, first, p, 0, (-1, -1, *starts, None, None, 0, False))]
+
+
+def run(row: dict[str, Any], binding: Any) -> str:
+    """Launches one variant with LSE; a backward variant with every gradient. Returns what went
+    wrong."""
+    _, _, k, kv = shape_of(row)
     dtype = DTYPES[row["dtype"]]
-    query, key, value = (
-        random(dtype, 1, m, 2, k),
-        random(dtype, 1, n, 2, k),
-        random(dtype, 1, n, 2, kv),
-    )
     tf32 = row["math"] == "tf32"
     state = torch.tensor([1234567890123, 987654321], device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    for bias, p in calls(row, random(dtype, 1, 2, m, n)):
+    for m, n, bias, p, causal, mask in launches(row):
+        query = random(dtype, 1, m, 2, k)
+        key, value = random(dtype, 1, n, 2, k), random(dtype, 1, n, 2, kv)
         seed = state if p else None
         out, lse = unwritten(dtype, 1, m, 2, kv), unwritten(torch.float32, 2, 1, 2, m)
-        numbers = (k**-0.5, p, 1, tf32)
+        numbers = (k**-0.5, p, causal, tf32)
         name = row["name"]
         if row["kind"] == "bwd":
             name = forward_name(name, bias is not None, p, k, kv)
         inputs = (query, key, value, bias, out, lse, seed)
-        failed = binding.forward(*inputs, *numbers, name, stream)
+        failed = binding.forward(*inputs, *numbers, name, mask, stream)
         results = [out, lse]
         if failed is None and row["kind"] == "bwd":
-            failed, results = backward(row, binding, inputs, numbers, stream)
+            failed, results = backward(row, binding, inputs, numbers, mask, stream)
         torch.cuda.synchronize()
         if failed is not None:
             return str(failed)
@@ -98,18 +123,23 @@ def backward(
     binding: Any,
     inputs: tuple[Any, ...],
     numbers: tuple[Any, ...],
+    mask: Any,
     stream: int,
 ) -> tuple[Any, list[torch.Tensor]]:
     query, key, value, bias, out = inputs[:5]
-    wanted = [query, key, value]
-    wanted += [bias] if bias is not None and bias.dtype != torch.bool else []
-    grads = [unwritten(x.dtype, *x.shape) for x in wanted]
-    given = (random(out.dtype, *out.shape), *inputs, *grads, *[None] * (4 - len(grads)))
+    grads = [unwritten(x.dtype, *x.shape) for x in (query, key, value)]
+    if bias is not None and bias.dtype != torch.bool:
+        # of packed sequences only what a query and a key of one sequence share is written
+        sequences = mask is not None and mask[2] is not None
+        fill = 0.0 if sequences else float("nan")
+        grads.append(torch.full(bias.shape, fill, dtype=bias.dtype, device="cuda"))
+    wanted = (*grads, *[None] * (4 - len(grads)))
+    given = (random(out.dtype, *out.shape), *inputs, None, *wanted)
 
     def allocate(elements: int) -> torch.Tensor:
         return unwritten(torch.float32, elements)
 
-    return binding.backward(*given, allocate, *numbers, row["name"], stream), grads
+    return binding.backward(*given, allocate, *numbers, row["name"], mask, stream), grads
 
 
 def main() -> int:
