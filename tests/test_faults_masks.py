@@ -99,7 +99,8 @@ def test_b44_a_mask_that_moves_stays_causal(device: str) -> None:
     mask = ab.BlockDiagonalCausalMask.from_seqlens([2, 2], device="cpu").to(device)
     x = torch.randn(1, 4, 1, 8, device=device)
     out = attention(x, x, x, mask)
-    assert torch.equal(out[:, ::2], x[:, ::2])  # the first query of each sees itself alone
+    # the first query of each sees itself alone; 3xTF32 keeps 22 bits of the value
+    torch.testing.assert_close(out[:, ::2], x[:, ::2], rtol=2**-22, atol=0)
 
 
 @pytest.mark.gpu

@@ -49,7 +49,9 @@ def test_explain_names_the_path() -> None:
     with pytest.raises(ValueError, match="5 queries"):
         memeff_attn.explain(x[:, :4], x, x, mask)
     text = memeff_attn.explain(x, x, x, mask, device="sm_80")
-    assert "\nchosen: chained" in text and "B 2, M 2, N 2" in text  # a batch entry a sequence
+    # by this build, or by one with code for that GPU; a batch entry a sequence
+    assert "\nchosen: chained" in text or "would run chained" in text
+    assert "B 2, M 2, N 2" in text
 
 
 def test_autocast_dropout_and_compile() -> None:
