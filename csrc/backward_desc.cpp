@@ -34,9 +34,12 @@ Status read_delta(const TensorDesc& delta, const TensorDesc& lse, int query_rank
 // bias of their own, the host does not know.
 Status check_full_bias(const TensorDesc& bias, const ForwardParams& f) {
   const Sequences& sequences = f.sequences;
-  if (sequences.query_starts == nullptr) return {};
+  if (!is_packed(sequences)) return {};
   const int r = bias.rank;
-  bool full = sequences.own_bias ? bias.shape[0] == sequences.count
+  // Do more rows than sequences share one row of the bias?
+  const auto shared = [&](int64_t size, int64_t rows) { return size == 1 && rows > sequences.count; };
+  bool full = sequences.own_bias ? bias.shape[0] == sequences.count && !shared(bias.shape[r - 2], f.queries) &&
+                                       !shared(bias.shape[r - 1], f.keys)
                                  : bias.shape[r - 2] == f.queries && bias.shape[r - 1] == f.keys;
   int64_t heads = 1;
   for (int i = 1; i < r - 2; ++i) heads *= bias.shape[i];
@@ -60,7 +63,7 @@ GradBiasView grad_bias_view(const TensorDesc& t, const ForwardParams& p) {
   view.data = t.data;
   view.dtype = DType(t.dtype);
   view.stride_b = stride_of(t, 0), view.stride_m = stride_of(t, r - 2), view.stride_n = stride_of(t, r - 1);
-  const bool sums = p.sequences.query_starts == nullptr;
+  const bool sums = !is_packed(p.sequences);
   view.sum_b = sums && t.shape[0] == 1 && p.batch > 1;
   view.sum_m = sums && t.shape[r - 2] == 1 && p.queries > 1;
   view.sum_n = sums && t.shape[r - 1] == 1 && p.keys > 1;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "tiling.h"
+
 namespace memeff {
 namespace {
 
@@ -9,8 +11,6 @@ constexpr int64_t kMaxSplits = 64;
 constexpr int64_t kMinLoopTiles = 4;      // a split keeps at least so many, or its prologue outweighs it
 constexpr int64_t kMaxSplitFactor = 8;    // partial sums of an output: at most so many times its elements, ...
 constexpr int64_t kFreeSplits = 1 << 24;  // ... or 64 MiB of fp32, whichever is larger
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Splits that make two waves of blocks.
 int32_t splits_for(int64_t blocks, int64_t loop_tiles, int64_t numel, int32_t sm_count) {
@@ -99,7 +99,7 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
   const bool value = p.grad_value.data != nullptr, bias = p.grad_bias.data != nullptr;
   if (!query && !key && !value && !bias) return plan;
   Splits& s = plan.splits;  // with sequences no loop is split: their lengths are on the device
-  const bool fixed = p.forward.sequences.query_starts == nullptr;
+  const bool fixed = !is_packed(p.forward.sequences);
   if (query && fixed) s.query = query_splits(row, p, sm_count);
   if ((key || value) && fixed) s.key_value = key_value_splits(row, p, sm_count);
   if (bias && fixed) s.bias = bias_splits(row, p, sm_count);

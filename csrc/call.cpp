@@ -47,10 +47,11 @@ Status check_workspace(const TensorDesc& workspace, const TensorDesc& query, int
   return check_devices({&query, &workspace});
 }
 
-reduce::DeltaArgs delta_args(const BackwardParams& p, float* delta, DType dtype) {
+reduce::DeltaArgs delta_args(const BackwardParams& p, float* delta, DType dtype, Math math) {
   const ForwardParams& f = p.forward;
   const TensorView out{f.out.data, f.out.stride_b, f.out.stride_g, f.out.stride_h, f.out.stride_m};
-  return {out, p.grad_out, dtype, delta, f.batch, f.queries, f.heads, f.heads_per_group, f.value_dim};
+  return {out,         p.grad_out,         dtype, delta, f.batch, f.queries, f.heads, f.heads_per_group,
+          f.value_dim, math == Math::kTf32};
 }
 
 // Adds up the partial sums of one gradient: `partial` is its view in the workspace, `gradient` the tensor.
@@ -66,7 +67,7 @@ Status launch_all(const KernelRow& row, const BackwardParams& p, float* workspac
                   CUstream_st* stream) {
   const DType dtype = DType(args.query.dtype);
   if (p.delta == workspace)
-    if (Status s = reduce::launch_delta(delta_args(p, workspace, dtype), stream); !s.ok()) return s;
+    if (Status s = reduce::launch_delta(delta_args(p, workspace, dtype, row.math), stream); !s.ok()) return s;
   if (Status s = row.backward(p, stream); !s.ok()) return s;
   const auto sum = [&](const auto& partial, const TensorDesc& gradient, int64_t numel) {
     return sum_splits(partial, gradient.data, DType(gradient.dtype), numel, stream);

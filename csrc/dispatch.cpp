@@ -5,6 +5,8 @@
 #include <map>
 #include <utility>
 
+#include "tiling.h"
+
 namespace memeff {
 namespace {
 
@@ -20,8 +22,6 @@ constexpr ChipFacts kChips[] = {
     {70, 96 * 1024, 80},  {75, 64 * 1024, 40},   {80, 163 * 1024, 108},  {86, 99 * 1024, 84},   {87, 163 * 1024, 16},
     {89, 99 * 1024, 142}, {90, 227 * 1024, 132}, {100, 227 * 1024, 148}, {120, 99 * 1024, 188},
 };
-
-int64_t ceil_div(int64_t a, int64_t b) { return b > 0 ? (a + b - 1) / b : a; }
 
 // Into how many parts a forward row's keys may be cut (forward_plan.cpp).
 int64_t most_parts(const KernelRow& row, const Request& request) {

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "tiling.h"
+
 namespace memeff {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t rows(const ForwardParams& p) { return p.batch * p.heads * p.queries; }
 
@@ -33,7 +33,7 @@ void heads_to_rows(View* view) {
 void pack_heads(ForwardParams* p, Request* r) {
   const bool shared = p->heads_per_group > 1 && p->key.stride_h == 0 && p->value.stride_h == 0;
   if (p->queries != 1 || !shared || !sees_all(*p) || p->dropout.seed != nullptr) return;
-  if (p->sequences.query_starts != nullptr || (p->lse.data != nullptr && p->lse.stride_h != 1)) return;
+  if (is_packed(p->sequences) || (p->lse.data != nullptr && p->lse.stride_h != 1)) return;
   heads_to_rows(&p->query);
   heads_to_rows(&p->out);
   heads_to_rows(&p->bias);
@@ -48,8 +48,8 @@ void pack_heads(ForwardParams* p, Request* r) {
 int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t smem_optin, int32_t sm_count) {
   if (row.dtype == DType::kF32) return 1;
   const Sequences& s = p.sequences;
-  const int64_t count = s.query_starts != nullptr ? s.count : 1;
-  const int64_t tiles = s.query_starts != nullptr ? p.queries / row.tile_m + count : ceil_div(p.queries, row.tile_m);
+  const int64_t count = is_packed(s) ? s.count : 1;
+  const int64_t tiles = tiles_over(p.queries, row.tile_m, s);
   const int64_t slabs = row.max_kv == 0 ? ceil_div(p.value_dim, row.value_tile) : 1;
   const int64_t blocks = p.batch * p.heads * tiles * slabs;
   const int64_t keys = s.block_tables != nullptr ? s.stride_table * s.page_size : p.keys / count;

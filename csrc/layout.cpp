@@ -17,7 +17,7 @@ Status invalid(std::string message) { return {Code::kInvalid, std::move(message)
 
 int64_t element_bytes(int32_t dtype) {
   if (dtype == kInt64) return 8;
-  return dtype == int32_t(DType::kF32) || dtype == kInt32 ? 4 : dtype == int32_t(DType::kBool) ? 1 : 2;
+  return dtype == kInt32 ? 4 : bytes_of(DType(dtype));
 }
 
 int64_t stride_of(const TensorDesc& t, int dim) { return t.shape[dim] == 1 ? 0 : t.strides[dim]; }

@@ -37,6 +37,7 @@ struct Sequences {
   int32_t count = 0;
   bool own_bias = false;  // the bias' B, M and N are those of the sequences: it starts anew in each
 };
+constexpr bool is_packed(Sequences const& s) { return s.query_starts != nullptr; }
 
 // A read-only operand [B, M or N, G, heads_per_group, K or Kv]; the last stride is 1.
 struct TensorView {

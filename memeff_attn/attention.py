@@ -22,7 +22,7 @@ from .attn_bias import (
     mask_rule,
 )
 from .dropout import new_seed
-from .inputs import Inputs, check_inputs, check_numbers
+from .inputs import Inputs, check_inputs, check_numbers, goes_with
 from .mask_arguments import lowered
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -357,7 +357,7 @@ def _by_operators(
     rule = mask_rule(inputs.attn_bias, query, key)
     bias, dtype = rule.bias, query.dtype
     bias_dtype = dtype if bias is None else bias.dtype
-    if key.dtype != dtype or value.dtype != dtype or not _goes_with(dtype, bias_dtype):
+    if key.dtype != dtype or value.dtype != dtype or not goes_with(dtype, bias_dtype):
         query, key, value, bias = _cast_by_autocast(query, key, value, bias)
         rule = rule.with_bias(bias)
     asked = (
@@ -389,10 +389,6 @@ def _on_cpu(query: Tensor) -> bool:
     """Whether masks go to masked.py, which has a gradient of the log-sum-exp; graphs hold the
     operators, for every device."""
     return query.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _goes_with(query: torch.dtype, bias: torch.dtype) -> bool:
-    return bias in (query, torch.float32, torch.bool)
 
 
 def _refuse(

@@ -94,6 +94,11 @@ def check_numbers(p: float, scale: float | None) -> None:
         )
 
 
+def goes_with(query: torch.dtype, bias: torch.dtype) -> bool:
+    """Whether a bias of this dtype may stand beside a query of that one."""
+    return bias in (query, torch.float32, torch.bool)
+
+
 def _fail(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, text: str
 ) -> ValueError:
@@ -173,7 +178,7 @@ def _check_shapes(
 def _check_bias(
     query: Tensor, key: Tensor, bias: Tensor, fail: Callable[[str], ValueError]
 ) -> None:
-    if bias.dtype not in (query.dtype, torch.float32, torch.bool):
+    if not goes_with(query.dtype, bias.dtype):
         raise fail(
             f"attn_bias must be {query.dtype} like the query, torch.float32, or torch.bool (True = "
             f"visible), got {bias.dtype}. Convert it with .to()."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .inputs import Inputs, check_gradient, lse_shape
+from .inputs import Inputs, check_gradient, goes_with, lse_shape
 from .mask_rule import MaskRule, mask_rule
 from .masks_base import AttentionBias
 from .reference import backward_blockwise, blockwise
@@ -85,7 +85,7 @@ def _checked(
     if query.device.type != "cpu":
         raise NotImplementedError(f"this path is for the CPU, query is on {query.device}")
     rule = mask_rule(attn_bias, query, key)
-    if rule.bias is not None and rule.bias.dtype not in (query.dtype, torch.float32, torch.bool):
+    if rule.bias is not None and not goes_with(query.dtype, rule.bias.dtype):
         raise ValueError(
             f"attn_bias must be {query.dtype} like the query, torch.float32, or torch.bool (True = "
             f"visible), got {rule.bias.dtype}. Convert it with .to()."

@@ -37,6 +37,10 @@ def _lengths(seqlens: Iterable[int], name: str = "seqlens") -> list[int]:
     return lengths
 
 
+def _from_lengths(starts: list[int], lengths: list[int]) -> Iterator[tuple[int, int]]:
+    return ((start, start + length) for start, length in zip(starts, lengths, strict=False))
+
+
 def _int32(numbers: Sequence[int], device: str | torch.device) -> Tensor:
     """On a GPU without waiting for it: through pinned memory, in the current stream's order."""
     device = torch.device(device)
@@ -165,8 +169,7 @@ class _PaddedSeqLenInfo(_SeqLenInfo):
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         """(first row, first row not in use) of each sequence."""
-        for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
-            yield start, start + length
+        return _from_lengths(self.seqstart_py, self.seqlen_py)
 
     @classmethod
     def from_seqlens(
@@ -233,8 +236,7 @@ class _GappySeqInfo(_SeqLenInfo):
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         """(first row, first row after it) of each sequence."""
-        for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
-            yield start, start + length
+        return _from_lengths(self.seqstart_py, self.seqlen_py)
 
     @classmethod
     def from_seqlens(

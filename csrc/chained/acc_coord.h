@@ -8,6 +8,7 @@
 // (common/dropout.h).
 #pragma once
 
+#include "common/offset.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/warp/mma_simt_tile_iterator.h"
 #include "cutlass/gemm/warp/mma_tensor_op_tile_iterator.h"
@@ -104,6 +105,23 @@ struct AccCoord<cutlass::gemm::warp::MmaSimtTileIterator<Shape, cutlass::gemm::O
     return mask >= kInterleave && mask < kInterleave * Policy::WarpShape::kColumn;
   }
 };
+
+// Writes value(i, element) of a warp's accumulators, the i-th of a lane's rows, to data where they lie within rows x
+// columns. row0, column0: the warp tile's place.
+template <typename Coord, typename F>
+CUTLASS_DEVICE void store_within(float* data, int64_t stride, int row0, int column0, int rows, int columns, int lane,
+                                 F value) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Coord::kRows; ++i) {
+    const int row = row0 + Coord::row(lane, i);
+    float* line = data + offset(row, stride);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Coord::kColumns; ++j) {
+      const int column = column0 + Coord::column(lane, j);
+      if (row < rows && column < columns) line[column] = value(i, Coord::index(i, j));
+    }
+  }
+}
 
 // Combines a per-row value over the lanes of a warp that hold parts of the same rows.
 template <typename Coord, typename Combine>

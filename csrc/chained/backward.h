@@ -39,10 +39,9 @@ struct BackwardBlock : BackwardTile<Traits> {
   using Tile::warp;
   static constexpr bool kAsync = Traits::Arch::kAsync;
 
-  // One step of the loop: a tile of the other side, of one head.
+  // One step of the loop: a tile of the other side, of one of the query heads that share the owner's rows.
   struct Step {
-    Head head;
-    int tile;
+    int head, tile;
   };
 
   Head owner_head;  // of the owner rows; where keys own, the first of the query heads that share them
@@ -63,12 +62,12 @@ struct BackwardBlock : BackwardTile<Traits> {
     const uint32_t heads_per_owner = kOwnerKeys ? p.heads_per_kv : 1;
     owner_head = Head::of(rest / args.owner_heads, rest % args.owner_heads * heads_per_owner, f);
     const Located found = locate_problem<kOwnerKeys>(f, owner_head.batch, kTileM, uint32_t(tile), kOwnerKeys);
-    this->set_problem(found.problem);
+    this->set_problem(found.problem, owner_head);
     const int row0 = found.tile * kTileM;
     stored = (kOwnerKeys ? n.key_rows : n.queries) - row0;
     if (stored <= 0) return;
     stored = stored < kTileM ? stored : kTileM;
-    owner = kOwnerKeys ? this->key_side(owner_head, row0, kTileM) : this->query_side(owner_head, row0, kTileM);
+    owner = kOwnerKeys ? this->key_side(smem.start, row0, kTileM) : this->query_side(smem.start, row0, kTileM);
     const int last = row0 + owner.rows - 1;
     first_tile = (kOwnerKeys ? see.first_query(row0) : see.first(row0)) / kTileN;
     end = ((kOwnerKeys ? see.limit_query(last) : see.limit(last)) + kTileN - 1) / kTileN;
@@ -79,18 +78,30 @@ struct BackwardBlock : BackwardTile<Traits> {
     steps = int(all * (split + 1) / args.splits) - first;
     if (steps == 0) return;
     const int head = kOwnerKeys ? first / per_head : 0;
-    now = {Head::of(owner_head.batch, owner_head.head + head, f), first_tile + first - head * per_head};
+    now = {head, first_tile + first - head * per_head};
     next = after(now);
   }
 
-  // The query heads that share a key head are neighbours, so the next one is the next of its group.
   CUTLASS_DEVICE Step after(Step step) const {
     if (++step.tile == end && kOwnerKeys) {
       step.tile = first_tile;
-      ++step.head.head;
-      ++step.head.member;
+      ++step.head;
     }
     return step;
+  }
+  // The query heads that share a key head are neighbours in its group.
+  CUTLASS_DEVICE typename Traits::HeadStart start_of(Step const& step) const {
+    typename Traits::HeadStart at = smem.start;
+    if constexpr (kOwnerKeys) {
+      at.query += offset(step.head, f.query.stride_h);
+      at.grad_out += offset(step.head, p.grad_out.stride_h);
+      at.lse += offset(step.head, f.lse.stride_h);
+      if (at.lse_low != nullptr) at.lse_low += offset(step.head, f.lse.stride_h);
+      at.delta += offset(step.head, f.queries);
+      if (at.bias != nullptr) at.bias += offset(step.head, f.bias.stride_h) * bytes_of(f.bias.dtype);
+      if constexpr (Traits::kDropout) at.dropout.batch_head += step.head;
+    }
+    return at;
   }
   CUTLASS_DEVICE void advance() {
     now = next;
@@ -98,14 +109,14 @@ struct BackwardBlock : BackwardTile<Traits> {
   }
   CUTLASS_DEVICE Side loop_side(Step const& step) const {
     const int row0 = step.tile * kTileN;
-    return kOwnerKeys ? this->query_side(step.head, row0, kTileN) : this->key_side(step.head, row0, kTileN);
+    return kOwnerKeys ? this->query_side(start_of(step), row0, kTileN) : this->key_side(start_of(step), row0, kTileN);
   }
   // Where keys own, the statistics follow the loop.
   CUTLASS_DEVICE void load_statistics_of(Step const& step) const {
-    if (kOwnerKeys) this->load_statistics(step.head, step.tile * kTileN);
+    if (kOwnerKeys) this->load_statistics(start_of(step), step.tile * kTileN);
   }
   CUTLASS_DEVICE void start_bias_of(Step const& step) const {
-    if constexpr (Traits::kStageBias) this->start_bias(step.head, owner, loop_side(step));
+    if constexpr (Traits::kStageBias) this->start_bias(start_of(step), owner, loop_side(step));
   }
   CUTLASS_DEVICE void write_bias(FragmentS const& ds, int tile) const {
     if constexpr (Traits::kBias && Traits::kWhat == Gradient::kQuery) {
@@ -122,7 +133,7 @@ struct BackwardBlock : BackwardTile<Traits> {
   // Tiles that no query of this block sees. With packed sequences they are zero already.
   CUTLASS_DEVICE void clear_bias() const {
     if constexpr (Traits::kBias && Traits::kWhat == Gradient::kQuery) {
-      if (!args.write_bias || split + 1 != int(args.splits) || f.sequences.query_starts != nullptr) return;
+      if (!args.write_bias || split + 1 != int(args.splits) || is_packed(f.sequences)) return;
       FragmentS zero;
       zero.clear();
 #pragma unroll 1
@@ -139,7 +150,7 @@ struct BackwardBlock : BackwardTile<Traits> {
     this->load_loop(loop_side(now), 0);
     cutlass::arch::cp_async_fence();
     start_bias_of(now);
-    if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
+    if (!kOwnerKeys) this->load_statistics(smem.start, owner.row0);
     load_statistics_of(now);
     int buffer = 0;
     for (; steps > 0; --steps, advance()) {
@@ -150,7 +161,7 @@ struct BackwardBlock : BackwardTile<Traits> {
       const Side loop = loop_side(now);
       FragmentS s, dp;
       this->multiply_resident(s, dp, buffer);
-      this->weigh(s, dp, now.head, owner, loop);
+      this->weigh(s, dp, start_of(now), owner, loop);
       if constexpr (Traits::kSecond) this->store(s, Tile::out_a(smem.operands.p));
       if constexpr (Traits::kFirst) this->store(dp, Tile::out_a(smem.operands.ds));
       write_bias(dp, now.tile);
@@ -198,7 +209,7 @@ struct BackwardBlock : BackwardTile<Traits> {
     StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane);
     typename Traits::ValueLoader loader(smem.operands.out.operand_B_ref(), thread);
     const OutMma multiply(smem.operands.out, thread, warp, lane);
-    if (!kOwnerKeys) this->load_statistics(owner_head, owner.row0);
+    if (!kOwnerKeys) this->load_statistics(smem.start, owner.row0);
     load_statistics_of(now);
     start_bias_of(now);
     auto pass = product.start(owner.first, loop_side(now).first);
@@ -208,7 +219,7 @@ struct BackwardBlock : BackwardTile<Traits> {
       dp.clear();
       this->multiply_streamed(s, dp, product, pass, owner, loop);
       start_slab(loader, Traits::kSecond ? loop.second : loop.first);
-      this->weigh(s, dp, now.head, owner, loop);
+      this->weigh(s, dp, start_of(now), owner, loop);
       write_bias(dp, now.tile);
       if constexpr (Traits::kBoth) {
         finish_slab(loader, s);
@@ -247,18 +258,9 @@ struct BackwardBlock : BackwardTile<Traits> {
   }
 
   CUTLASS_DEVICE void store_partial(FragmentO const& out, float* data, int64_t stride, int columns, float scale) const {
-    using Coord = typename Traits::CoordO;
-    constexpr int kWarpColumns = OutMma::Operator::Shape::kN;
-    const int warp_column = warp / Traits::kWarpsM * kWarpColumns;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Coord::kRows; ++i) {
-      const int row = this->warp_row + Coord::row(lane, i);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < Coord::kColumns; ++j) {
-        const int column = warp_column + Coord::column(lane, j);
-        if (row < stored && column < columns) data[offset(row, stride) + column] = out[Coord::index(i, j)] * scale;
-      }
-    }
+    const int first = warp / Traits::kWarpsM * OutMma::Operator::Shape::kN;
+    store_within<typename Traits::CoordO>(data, stride, this->warp_row, first, stored, columns, lane,
+                                          [&](int, int e) { return out[e] * scale; });
   }
 
   CUTLASS_DEVICE void run() {

@@ -52,7 +52,8 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       : Tile(args_, smem_),
         split(blockIdx.x % args_.splits),
         own(blockIdx.x / args_.splits, args_.p.grad_bias, false, args_, args_.p.forward) {
-    this->set_problem(locate_problem<false>(f, 0, kTileM, 0, false).problem);  // the same sizes for every batch entry
+    this->set_problem(locate_problem<false>(f, 0, kTileM, 0, false).problem,
+                      {});  // of batch entry 0; sizes are the same
   }
 
   CUTLASS_DEVICE uint32_t items() const {
@@ -64,7 +65,7 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
 
   // One recomputed tile of dS.
   struct Item {
-    Head head;
+    typename Traits::HeadStart start;
     Side owner, loop;
   };
   CUTLASS_DEVICE Item item_of(uint32_t index) const {
@@ -72,11 +73,14 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     item.batch += own.batch, item.group += own.group, item.member += own.member;
     item.query_tile += own.query_tile, item.key_tile += own.key_tile;
     const Head head{item.batch, item.group * f.heads_per_group + item.member, item.group, item.member};
-    return {head, this->query_side(head, item.query_tile * kTileM, kTileM),
-            this->key_side(head, item.key_tile * kTileN, kTileN)};
+    Problem problem{};  // never of packed sequences
+    problem.batch = item.batch;
+    const auto start = this->start_of(problem, head);
+    return {start, this->query_side(start, item.query_tile * kTileM, kTileM),
+            this->key_side(start, item.key_tile * kTileN, kTileN)};
   }
   CUTLASS_DEVICE void add(FragmentS& sum, FragmentS& s, FragmentS& ds, Item const& item) const {
-    this->weigh(s, ds, item.head, item.owner, item.loop);
+    this->weigh(s, ds, item.start, item.owner, item.loop);
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < FragmentS::kElements; ++e) sum[e] += ds[e];
   }
@@ -91,8 +95,8 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     if (first == last) return;
     Item item = item_of(first);
     load_item(item, 0);
-    this->start_bias(item.head, item.owner, item.loop);
-    this->load_statistics(item.head, item.owner.row0);
+    this->start_bias(item.start, item.owner, item.loop);
+    this->load_statistics(item.start, item.owner.row0);
     int buffer = 0;
     for (uint32_t index = first; index < last; ++index) {
       const bool more = index + 1 < last;
@@ -107,8 +111,8 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       }
       __syncthreads();  // every warp is done with the bias, the statistics and this buffer
       if (more) {
-        this->load_statistics(next.head, next.owner.row0);
-        if (p.grad_bias.sum_m || p.grad_bias.sum_n) this->start_bias(next.head, next.owner, next.loop);
+        this->load_statistics(next.start, next.owner.row0);
+        if (p.grad_bias.sum_m || p.grad_bias.sum_n) this->start_bias(next.start, next.owner, next.loop);
         if (Traits::kBuffers == 1) load_item(next, 0);
       }
       if (Traits::kBuffers == 2) buffer ^= 1;
@@ -122,8 +126,8 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       const Item item = item_of(index);
       if (!this->any_visible(item.owner, item.loop)) continue;
       __syncthreads();  // every warp is done with the bias, the statistics and the operands
-      this->load_statistics(item.head, item.owner.row0);
-      this->start_bias(item.head, item.owner, item.loop);
+      this->load_statistics(item.start, item.owner.row0);
+      this->start_bias(item.start, item.owner, item.loop);
       FragmentS s, ds;
       auto pass = product.start(item.owner.first, item.loop.first);
       this->multiply_streamed(s, ds, product, pass, item.owner, item.loop);

@@ -86,11 +86,9 @@ Status launch_side(BackwardParams const& p, BackwardArgs args, int64_t width, in
   constexpr bool kKeys = Traits::kOwnerKeys;
   args.owner_heads = uint32_t(kKeys ? f.heads / p.heads_per_kv : f.heads);
   const int32_t rows = kKeys ? f.keys : f.queries;
-  args.owner_tiles =
-      uint32_t(f.sequences.query_starts != nullptr ? packed_tiles(rows, Traits::kTileM, f.sequences.count)
-                                                   : tiles_of(rows, Traits::kTileM));
-  args.loop_tiles = uint32_t(tiles_of(kKeys ? f.queries : f.keys, Traits::kTileN));
-  args.slabs = uint32_t(Traits::kResident ? 1 : tiles_of(width, Traits::kValueTile));
+  args.owner_tiles = uint32_t(tiles_over(rows, Traits::kTileM, f.sequences));
+  args.loop_tiles = uint32_t(ceil_div(kKeys ? f.queries : f.keys, Traits::kTileN));
+  args.slabs = uint32_t(Traits::kResident ? 1 : ceil_div(width, Traits::kValueTile));
   args.splits = uint32_t(splits);
   const int64_t blocks = f.batch * args.owner_heads * args.owner_tiles * args.slabs * splits;
   return launch_gradient<Traits>(p, blocks, args, stream, where);
@@ -100,8 +98,8 @@ template <typename Traits>
 Status launch_bias(BackwardParams const& p, BackwardArgs args, cudaStream_t stream, std::string const& where) {
   ForwardParams const& f = p.forward;
   GradBiasView const& bias = p.grad_bias;
-  args.owner_tiles = uint32_t(tiles_of(f.queries, Traits::kTileM));
-  args.loop_tiles = uint32_t(tiles_of(f.keys, Traits::kTileN));
+  args.owner_tiles = uint32_t(ceil_div(f.queries, Traits::kTileM));
+  args.loop_tiles = uint32_t(ceil_div(f.keys, Traits::kTileN));
   args.splits = uint32_t(bias.splits);
   const int64_t blocks = (bias.sum_b ? 1 : f.batch) * (bias.sum_g ? 1 : f.heads / f.heads_per_group) *
                          (bias.sum_h ? 1 : f.heads_per_group) * (bias.sum_m ? 1 : args.owner_tiles) *
@@ -124,7 +122,7 @@ Status launch_short(BackwardParams const& p, BackwardArgs args, cudaStream_t str
 // May one kernel write all three gradients, from sequences of up to `rows`?
 inline bool is_short(BackwardParams const& p, int rows) {
   const auto whole = [](GradView const& view) { return view.data != nullptr && view.splits == 1; };
-  return p.forward.sequences.query_starts == nullptr && p.forward.queries <= rows && p.forward.keys <= rows &&
+  return !is_packed(p.forward.sequences) && p.forward.queries <= rows && p.forward.keys <= rows &&
          p.heads_per_kv == 1 && whole(p.grad_query) && whole(p.grad_key) && whole(p.grad_value);
 }
 
@@ -135,7 +133,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   BackwardArgs args{};
   args.p = p;
   args.exponent = float(double(f.scale) * 1.4426950408889634);
-  const bool packed = f.sequences.query_starts != nullptr;
+  const bool packed = is_packed(f.sequences);
   args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, f.sequences);
   args.bias_copy = bias_copy_of<typename Row::Query>(f);
   args.write_bias = Row::kFull && is_sum_free(p.grad_bias) && (packed || p.grad_query.data != nullptr);

@@ -44,17 +44,17 @@ struct BackwardShortBlock : BackwardTile<Traits> {
 
   CUTLASS_DEVICE BackwardShortBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
       : Tile(args_, smem_), head(Head::of(blockIdx.x / args_.owner_heads, blockIdx.x % args_.owner_heads, f)) {
-    this->set_problem(locate_problem<false>(f, head.batch, kTileM, 0, false).problem);
+    this->set_problem(locate_problem<false>(f, head.batch, kTileM, 0, false).problem, head);
   }
 
   // One pair of tiles; ends when P and dS may be overwritten.
   CUTLASS_DEVICE void add_pair(FragmentO& dk, FragmentO& dv, FragmentQ& dq, Side const& keys, int tile) {
-    const Side queries = this->query_side(head, tile * kTileN, kTileN);
+    const Side queries = this->query_side(smem.start, tile * kTileN, kTileN);
     if (!this->any_visible(queries, keys)) return;
     FragmentS s, dp;
     this->multiply_resident(s, dp, tile);
     this->statistics0 = tile * kTileN;
-    this->weigh(s, dp, head, keys, queries);
+    this->weigh(s, dp, smem.start, keys, queries);
     this->store(s, Tile::out_a(smem.operands.p));
     this->store(dp, Tile::out_a(smem.operands.ds));
     __syncthreads();  // P and dS are there
@@ -97,21 +97,21 @@ struct BackwardShortBlock : BackwardTile<Traits> {
   }
 
   CUTLASS_DEVICE void run() {
-    Side keys = this->key_side(head, 0, kTileM);
+    Side keys = this->key_side(smem.start, 0, kTileM);
     this->load_owner(keys);
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile * kTileN < f.queries) this->load_loop(this->query_side(head, tile * kTileN, kTileN), tile);
+      if (tile * kTileN < f.queries) this->load_loop(this->query_side(smem.start, tile * kTileN, kTileN), tile);
     }
     cutlass::arch::cp_async_fence();
-    this->load_statistics(head, 0);
+    this->load_statistics(smem.start, 0);
     FragmentQ dq[kTiles];
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) dq[tile].clear();
 #pragma unroll 1
     for (int key0 = 0; key0 < f.keys; key0 += kTileM) {
       if (key0 > 0) {  // the last pair's barrier freed the operands
-        keys = this->key_side(head, key0, kTileM);
+        keys = this->key_side(smem.start, key0, kTileM);
         this->load_owner(keys);
         cutlass::arch::cp_async_fence();
       }

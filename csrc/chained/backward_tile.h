@@ -36,6 +36,7 @@ struct Head {
 template <typename Traits>
 struct BackwardTile {
   using Element = typename Traits::Element;
+  using HeadStart = typename Traits::HeadStart;
   using Coord = typename Traits::CoordS;
   using FragmentS = typename Traits::FragmentS;
   using QkMma = typename Traits::QkMma;
@@ -69,47 +70,69 @@ struct BackwardTile {
     warp_column = warp / Traits::kWarpsM * (kTileN / Traits::kWarpsN);
   }
 
-  // What the block works on; before anything else.
-  CUTLASS_DEVICE void set_problem(Problem const& problem) const {
+  // What the block works on, before anything else. head: the first one.
+  CUTLASS_DEVICE void set_problem(Problem const& problem, Head const& head) const {
     if (thread == 0) {
       smem.n = problem;
       smem.see = Visibility(f, problem.queries, problem.keys);
+      smem.start = start_of(problem, head);
     }
     __syncthreads();
   }
 
-  CUTLASS_DEVICE Side query_side(Head const& at, int row0, int tile) const {
-    const int rows = rows_of(n.queries - row0, tile);
-    const int64_t row = int64_t(n.query_row) + row0;
-    return {source(f.query, at, row, rows, f.head_dim), source(p.grad_out, at, row, rows, f.value_dim), row0, rows};
+  CUTLASS_DEVICE HeadStart start_of(Problem const& problem, Head const& at) const {
+    const auto begin = [&](TensorView const& view, int row) {
+      return static_cast<Element const*>(view.data) + head_offset(view, at.batch, at.group, at.member) +
+             offset(row, view.stride_m);
+    };
+    const int64_t statistic = head_offset(f.lse, at.batch, at.group, at.member) + problem.query_row;
+    HeadStart start;
+    start.query = begin(f.query, problem.query_row);
+    start.grad_out = begin(p.grad_out, problem.query_row);
+    start.key = begin(f.key, problem.key_row);
+    start.value = begin(f.value, problem.key_row);
+    start.lse = f.lse.data + statistic;
+    start.lse_low = f.lse.low == nullptr ? nullptr : f.lse.low + statistic;
+    start.delta = p.delta + offset(offset(at.batch, f.heads) + at.head, f.queries) + problem.query_row;
+    const bool own = f.sequences.own_bias;
+    start.bias = f.bias.data == nullptr ? nullptr
+                                        : bias_at(f.bias, own ? problem.number() : at.batch, at.group, at.member,
+                                                  own ? 0 : problem.query_row, own ? 0 : problem.key_row);
+    if constexpr (Traits::kDropout) {
+      if (f.dropout.seed != nullptr) start.dropout = DropoutHead(f.dropout, problem.number() * f.heads + at.head);
+    }
+    return start;
   }
-  CUTLASS_DEVICE Side key_side(Head const& at, int row0, int tile) const {
+
+  CUTLASS_DEVICE Side query_side(HeadStart const& at, int row0, int tile) const {
+    const int rows = rows_of(n.queries - row0, tile);
+    return {source(at.query, f.query, row0, rows, f.head_dim), source(at.grad_out, p.grad_out, row0, rows, f.value_dim),
+            row0, rows};
+  }
+  CUTLASS_DEVICE Side key_side(HeadStart const& at, int row0, int tile) const {
     const int rows = rows_of(n.keys - row0, tile);
-    const int64_t row = int64_t(n.key_row) + row0;
-    return {source(f.key, at, row, rows, f.head_dim), source(f.value, at, row, rows, f.value_dim), row0, rows};
+    return {source(at.key, f.key, row0, rows, f.head_dim), source(at.value, f.value, row0, rows, f.value_dim), row0,
+            rows};
   }
   CUTLASS_DEVICE static int rows_of(int left, int tile) { return left < 0 ? 0 : left < tile ? left : tile; }
-  CUTLASS_DEVICE static Source source(TensorView const& view, Head const& at, int64_t row, int rows, int columns) {
-    return {static_cast<Element const*>(view.data) + head_offset(view, at.batch, at.group, at.member) +
-                offset(row, view.stride_m),
-            view.stride_m, rows, columns};
+  CUTLASS_DEVICE static Source source(Element const* start, TensorView const& view, int row, int rows, int columns) {
+    return {start + offset(row, view.stride_m), view.stride_m, rows, columns};
   }
 
   // lse and delta of kStatRows queries from row0 on. Barriers before and after are the caller's.
-  CUTLASS_DEVICE void load_statistics(Head const& at, int row0) const {
+  CUTLASS_DEVICE void load_statistics(HeadStart const& at, int row0) const {
     for (int i = thread; i < Traits::kStatRows; i += Traits::kThreads) {
       const int row = row0 + i;
       float lse = -negative_infinity(), low = 0.f, delta = 0.f;
       if (row < n.queries) {
-        const int64_t place = head_offset(f.lse, at.batch, at.group, at.member) + n.query_row + row;
-        const float natural = f.lse.data[place];
+        const float natural = at.lse[row];
         if (natural != negative_infinity()) {
           lse = Traits::kBias ? natural : natural * kLog2e;
           if constexpr (Traits::kLow) {
-            low = f.lse.low != nullptr ? f.lse.low[place] : 0.f;
+            low = at.lse_low != nullptr ? at.lse_low[row] : 0.f;
             if (Traits::kExact) low = __fmaf_rn(natural, kLog2e, -lse) + __fmaf_rn(natural, kLog2eLow, low * kLog2e);
           }
-          delta = p.delta[offset(offset(at.batch, f.heads) + at.head, f.queries) + n.query_row + row];
+          delta = at.delta[row];
         }
       }
       smem.lse[i] = lse;
@@ -210,45 +233,46 @@ struct BackwardTile {
     return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
   }
 
-  // The address of the bias of a query and a key of the sequence.
-  CUTLASS_DEVICE const char* bias_from(Head const& at, int query, int key) const {
-    const bool own = f.sequences.own_bias;
-    return bias_at(f.bias, own ? n.number() : at.batch, at.group, at.member, (own ? 0 : int64_t(n.query_row)) + query,
-                   (own ? 0 : int64_t(n.key_row)) + key);
+  // The address of the bias of a query and a key.
+  CUTLASS_DEVICE const char* bias_from(HeadStart const& at, int query, int key) const {
+    return at.bias + (offset(query, f.bias.stride_m) + offset(key, f.bias.stride_n)) * bytes_of(f.bias.dtype);
   }
 
-  // Starts the copy of the bias of two tiles, where it passes through shared memory.
-  CUTLASS_DEVICE void start_bias(Head const& at, Side const& owner, Side const& loop) const {
+  // Starts the copy of the bias of two tiles, where it passes through shared memory. Visible behind a barrier.
+  CUTLASS_DEVICE void start_bias(HeadStart const& at, Side const& owner, Side const& loop) const {
     if constexpr (Traits::kStageBias) {
-      if (args.bias_copy == 0) return;
+      if (f.bias.data == nullptr || (!Traits::kStageAnyBias && args.bias_copy == 0)) return;
       const Side& queries = kOwnerKeys ? loop : owner;
       const int key0 = kOwnerKeys ? owner.row0 : loop.row0;
-      const char* from = bias_from(at, queries.row0, key0);
-      copy_bias<Traits::kThreads>(smem.bias, f.bias, from, args.bias_copy, queries.rows, n.keys - key0, thread);
+      copy_bias<Traits::kThreads, Traits::kBiasRowBytes>(smem.bias, f.bias, bias_from(at, queries.row0, key0),
+                                                         args.bias_copy, queries.rows, n.keys - key0, thread);
       cutlass::arch::cp_async_fence();
     }
   }
 
-  CUTLASS_DEVICE void add_bias_to(FragmentS& s, Head const& at, Side const& owner, Side const& loop) const {
+  CUTLASS_DEVICE void add_bias_to(FragmentS& s, HeadStart const& at, Side const& owner, Side const& loop) const {
     if (f.bias.data == nullptr) {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= f.scale;
       return;
     }
     if constexpr (Traits::kStageBias) {
-      if (args.bias_copy != 0) {
-        add_staged_bias<Element, Coord, kOwnerKeys>(s, smem.bias, f.bias, f.scale, warp_row, warp_column, lane);
+      if (Traits::kStageAnyBias || args.bias_copy != 0) {
+        add_staged_bias<Element, Coord, Traits::kBiasRowBytes, kOwnerKeys>(s, smem.bias, f.bias, f.scale, warp_row,
+                                                                           warp_column, lane);
         return;
       }
     }
-    BiasTile bias;
-    bias.data = kOwnerKeys ? bias_from(at, 0, owner.row0) : bias_from(at, owner.row0, 0);
-    bias.stride_m = kOwnerKeys ? f.bias.stride_n : f.bias.stride_m;
-    bias.stride_n = kOwnerKeys ? f.bias.stride_m : f.bias.stride_n;
-    bias.dtype = f.bias.dtype;
-    bias.pairs = !kOwnerKeys && args.bias_pairs;
-    add_bias<Element, Coord>(s, bias, f.scale, warp_row, loop.row0 + warp_column, lane, owner.rows,
-                             kOwnerKeys ? n.queries : n.keys);
+    if constexpr (!Traits::kStageAnyBias) {
+      BiasTile bias;
+      bias.data = kOwnerKeys ? bias_from(at, 0, owner.row0) : bias_from(at, owner.row0, 0);
+      bias.stride_m = kOwnerKeys ? f.bias.stride_n : f.bias.stride_m;
+      bias.stride_n = kOwnerKeys ? f.bias.stride_m : f.bias.stride_n;
+      bias.dtype = f.bias.dtype;
+      bias.pairs = !kOwnerKeys && args.bias_pairs;
+      add_bias<Element, Coord>(s, bias, f.scale, warp_row, loop.row0 + warp_column, lane, owner.rows,
+                               kOwnerKeys ? n.queries : n.keys);
+    }
   }
 
   // Are all of both tiles' rows there, and does every query see every key?
@@ -263,7 +287,8 @@ struct BackwardTile {
   }
 
   // s: raw products -> P, with dropped weights 0 where P is wanted; dp -> dS.
-  CUTLASS_DEVICE void weigh(FragmentS& s, FragmentS& dp, Head const& at, Side const& owner, Side const& loop) const {
+  CUTLASS_DEVICE void weigh(FragmentS& s, FragmentS& dp, HeadStart const& at, Side const& owner,
+                            Side const& loop) const {
     if constexpr (Traits::kBias) add_bias_to(s, at, owner, loop);
     if (all_visible(owner, loop)) {
       weigh_tile<false>(s, dp, at, owner, loop);
@@ -285,7 +310,7 @@ struct BackwardTile {
   }
 
   template <bool kMasked>
-  CUTLASS_DEVICE void weigh_tile(FragmentS& s, FragmentS& dp, Head const& at, Side const& owner,
+  CUTLASS_DEVICE void weigh_tile(FragmentS& s, FragmentS& dp, HeadStart const& at, Side const& owner,
                                  Side const& loop) const {
     Columns visible[Coord::kRows];
     if constexpr (kMasked) {
@@ -310,8 +335,7 @@ struct BackwardTile {
     };
     if constexpr (Traits::kDropout) {
       if (f.dropout.seed != nullptr) {
-        const DropoutHead dropout(f.dropout, (at.batch + n.sequence) * f.heads + at.head);
-        each_cell<Coord, kOwnerKeys>(dropout, owner.row0 + warp_row, loop.row0 + warp_column, lane, element);
+        each_cell<Coord, kOwnerKeys>(at.dropout, owner.row0 + warp_row, loop.row0 + warp_column, lane, element);
         return;
       }
     }

@@ -77,11 +77,24 @@ struct BackwardTraits
                       typename Arch_::OpClass, Arch_::kAsync ? 3 : 2, typename Arch_::Operator>,
                   Chain::kPvStages, 0, Fp32Split::kNone>;
 
+  // Resident rows stage a bias of any dtype and any strides, so that no load of it hangs on their registers; beside a
+  // pipeline there is room for 16 bits an element on sm_86.
+  static constexpr bool kStageAnyBias = Chain::kStageBias && Qk_::kResident;
+  static constexpr int kBiasRowBytes = bias_row_bytes(kStageAnyBias ? 4 : 2);
+
   // The exponent, as in the forward kernels, or P would not sum to 1: with a bias x - lse in natural units; without,
   // scale * log2(e) folded into one FFMA. Both take the low part of the lse where it matters: fp32, and biases of any
   // size. kExact: the rounding error of lse * log2(e) is part of it.
   static constexpr bool kLow = std::is_same<Element, float>::value || Chain::kBias;
   static constexpr bool kExact = std::is_same<Element, float>::value && !Chain::kBias;
+
+  // Where the operands of a head begin, at the first rows of its sequence.
+  struct HeadStart {
+    Element const *query, *grad_out, *key, *value;
+    float const *lse, *lse_low, *delta;  // lse_low null: 0
+    const char* bias;                    // null: none
+    typename Chain::DropoutState dropout;
+  };
 
   using QkStorage = typename QkMma::Base::SharedStorage;
   using OutStorage = typename OutMma::Base::SharedStorage;
@@ -137,13 +150,16 @@ struct BackwardTraits
   struct LowParts<true, Dummy> {
     float lse_low[kStatRows];  // to be subtracted as well
   };
-  struct SharedStorage : Chain::template BiasStageOf<kOwnerKeys ? Chain::kTileN : Chain::kTileM>, LowParts<kLow> {
+  struct SharedStorage : Chain::template BiasStageOf<kOwnerKeys ? Chain::kTileN : Chain::kTileM, kBiasRowBytes>,
+                         LowParts<kLow> {
     union {
       Operands operands;
       Last last;
     };
+    // Kept here, not in registers.
     Problem n;
     Visibility see;
+    HeadStart start;
     float lse[kStatRows];        // +inf for a query that sees nothing or is none
     float delta[kStatRows];      // 0 for those
     float scale[Chain::kTileM];  // of the output, for its epilogue

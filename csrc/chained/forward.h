@@ -124,7 +124,7 @@ struct ForwardBlock : ForwardTile<Traits> {
   // Rows of the partial results before this tile's.
   CUTLASS_DEVICE int64_t partial_row() const {
     const int64_t head = offset(offset(at.split, p.batch) + at.batch, p.heads) + at.head;
-    return offset(head, p.queries) + n.query_row + row0;
+    return offset(head, p.queries) + n.query_row() + row0;
   }
   CUTLASS_DEVICE void store_partial_lse(int i, int row) const {
     if (warp_n != 0 || !row_leader() || row >= rows || at.slab != 0) return;
@@ -133,18 +133,11 @@ struct ForwardBlock : ForwardTile<Traits> {
     p.partial.lse_low[partial_row() + row] = both.y;
   }
   CUTLASS_DEVICE void store_partial(FragmentO const& o, float const (&inverse)[CoordS::kRows]) const {
+    float* out = p.partial.out + offset(partial_row(), p.value_dim) + value0;
     const int first = warp_n * (kValueTile / Traits::kWarpsN);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < CoordO::kRows; ++i) {
-      const int row = warp_row() + CoordO::row(lane, i);
-      float* line = p.partial.out + offset(partial_row() + row, p.value_dim) + value0;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < CoordO::kColumns; ++j) {
-        const int column = first + CoordO::column(lane, j);
-        // As in the epilogue: a row that sees nothing is 0, whatever 0 * V gave.
-        if (row < rows && column < values) line[column] = inverse[i] == 0.f ? 0.f : o[CoordO::index(i, j)] * inverse[i];
-      }
-    }
+    // As in the epilogue: a row that sees nothing is 0, whatever 0 * V gave.
+    store_within<CoordO>(out, p.value_dim, warp_row(), first, rows, values, lane,
+                         [&](int i, int e) { return inverse[i] == 0.f ? 0.f : o[e] * inverse[i]; });
   }
 
   CUTLASS_DEVICE void publish(float (&to)[kTileM], float const (&factor)[CoordS::kRows]) const {

@@ -43,8 +43,7 @@ struct ForwardTile {
   ForwardArgs const& args;
   ForwardParams const& p;
   SharedStorage& smem;
-  Problem const& n;       // in shared memory: seldom read, no registers
-  Visibility const& see;  // likewise
+  Sizes n;
   TileCoord at;
   typename Traits::DropoutState dropout;
   int thread, warp, lane;
@@ -68,8 +67,7 @@ struct ForwardTile {
       : args(args_),
         p(args_.p),
         smem(smem_),
-        n(smem_.scratch.n),
-        see(smem_.scratch.see),
+        n{args_.p, smem_.scratch.n},
         at(at_),
         dropout(args_.p.dropout, found.problem.number() * args_.p.heads + at_.head) {
     thread = threadIdx.x;
@@ -87,13 +85,9 @@ struct ForwardTile {
     keys_begin = limits.first(row0) / kTileN * kTileN;
     keys_end = limits.limit(last);
     if constexpr (Traits::kSplits) take_part();
-    if (thread == 0) {
-      smem.scratch.n = found.problem;
-      smem.scratch.see = limits;
-      smem.scratch.whole_begin = limits.first(last);
-    }
-    __syncthreads();  // sizes are there
-    if (rows > 0) find_operands();
+    if (thread == 0) smem.scratch.whole_begin = limits.first(last);
+    Sizes::publish(p, smem.scratch.n, found.problem);
+    if (rows > 0) find_operands(found.problem);
   }
 
   // This block's part of the key blocks, if they are cut into parts.
@@ -107,26 +101,26 @@ struct ForwardTile {
     keys_end = end < keys_end ? end : keys_end;
   }
 
-  CUTLASS_DEVICE void find_operands() {
+  CUTLASS_DEVICE void find_operands(Problem const& problem) {
     const int group = at.head / p.heads_per_group, member = at.head % p.heads_per_group;
-    const int64_t query_row = int64_t(n.query_row) + row0;
-    query = static_cast<Element const*>(p.query.data) + head_offset(p.query, n.batch, group, member) +
+    const int64_t query_row = int64_t(problem.query_row) + row0;
+    query = static_cast<Element const*>(p.query.data) + head_offset(p.query, at.batch, group, member) +
             offset(query_row, p.query.stride_m);
-    key = static_cast<Element const*>(p.key.data) + head_offset(p.key, n.batch, group, member) +
-          offset(n.key_row, p.key.stride_m);
-    value = static_cast<Element const*>(p.value.data) + head_offset(p.value, n.batch, group, member) +
-            offset(n.key_row, p.value.stride_m) + value0;
+    key = static_cast<Element const*>(p.key.data) + head_offset(p.key, at.batch, group, member) +
+          offset(problem.key_row, p.key.stride_m);
+    value = static_cast<Element const*>(p.value.data) + head_offset(p.value, at.batch, group, member) +
+            offset(problem.key_row, p.value.stride_m) + value0;
     if (thread == 0) {
-      smem.scratch.out = static_cast<Element*>(p.out.data) + head_offset(p.out, n.batch, group, member) +
+      smem.scratch.out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, group, member) +
                          offset(query_row, p.out.stride_m) + value0;
       smem.scratch.lse = p.lse.data == nullptr || at.slab != 0
                              ? nullptr
-                             : p.lse.data + head_offset(p.lse, n.batch, group, member) + query_row;
+                             : p.lse.data + head_offset(p.lse, at.batch, group, member) + query_row;
     }
     if (Traits::kBias && p.bias.data != nullptr) {
       const bool own = p.sequences.own_bias;
-      bias.data =
-          bias_at(p.bias, own ? n.number() : n.batch, group, member, own ? row0 : query_row, own ? 0 : n.key_row);
+      bias.data = bias_at(p.bias, own ? problem.number() : at.batch, group, member, own ? row0 : query_row,
+                          own ? 0 : problem.key_row);
       bias.stride_m = p.bias.stride_m;
       bias.stride_n = p.bias.stride_n;
       bias.dtype = p.bias.dtype;
@@ -138,7 +132,7 @@ struct ForwardTile {
   CUTLASS_DEVICE int64_t key_row(int key0) const {
     const Sequences& s = p.sequences;
     if (s.block_tables == nullptr) return key0;
-    const int32_t page = __ldg(s.block_tables + offset(n.sequence, s.stride_table) + key0 / s.page_size);
+    const int32_t page = __ldg(s.block_tables + offset(n.sequence(), s.stride_table) + key0 / s.page_size);
     return offset(page, s.page_size) + key0 % s.page_size;
   }
   CUTLASS_DEVICE Element const* key_at(int key0) const { return key + offset(key_row(key0), p.key.stride_m); }
@@ -162,7 +156,8 @@ struct ForwardTile {
     if constexpr (Traits::kStageBias) {
       if (args.bias_copy == 0) return;
       const char* from = bias.data + offset(key0, bytes_of(bias.dtype));
-      copy_bias<Traits::kThreads>(smem.bias, p.bias, from, args.bias_copy, rows, n.keys - key0, thread);
+      copy_bias<Traits::kThreads, Traits::kBiasRowBytes>(smem.bias, p.bias, from, args.bias_copy, rows, n.keys() - key0,
+                                                         thread);
       cutlass::arch::cp_async_fence();
     }
   }
@@ -170,11 +165,12 @@ struct ForwardTile {
   CUTLASS_DEVICE void add_bias_to(FragmentS& s, int key0) const {
     if constexpr (Traits::kStageBias) {
       if (args.bias_copy != 0) {
-        add_staged_bias<Element, CoordS, false>(s, smem.bias, p.bias, p.scale, warp_row(), warp_column(), lane);
+        add_staged_bias<Element, CoordS, Traits::kBiasRowBytes, false>(s, smem.bias, p.bias, p.scale, warp_row(),
+                                                                       warp_column(), lane);
         return;
       }
     }
-    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, n.keys);
+    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, n.keys());
   }
 
   // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
@@ -185,11 +181,12 @@ struct ForwardTile {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= args.premultiply;
     }
-    if (key0 + kTileN > whole_end || key0 < smem.scratch.whole_begin) {
-      if (see.left < 0) {
-        hide<false>(s, key0 + warp_column());
-      } else {
+    const bool left = p.anchor != Anchor::kNone && p.window_left >= 0;
+    if (key0 + kTileN > whole_end || (left && key0 < smem.scratch.whole_begin)) {
+      if (left) {
         hide<true>(s, key0 + warp_column());
+      } else {
+        hide<false>(s, key0 + warp_column());
       }
     }
   }
@@ -197,6 +194,7 @@ struct ForwardTile {
   // Columns outside [first, limit) of each row become -inf. kLeft: first is not 0.
   template <bool kLeft>
   CUTLASS_DEVICE void hide(FragmentS& s, int column0) const {
+    const Visibility see(p, n.queries(), n.keys());
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
       const int row = row0 + warp_row() + CoordS::row(lane, i);

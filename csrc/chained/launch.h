@@ -6,6 +6,7 @@
 
 #include "chained/forward.h"
 #include "status.h"
+#include "tiling.h"
 
 namespace memeff {
 namespace chained {
@@ -16,8 +17,6 @@ inline bool bias_in_pairs(BiasView const& bias, Sequences const& sequences) {
   const int64_t odd = (bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m) & 1;
   return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes_of(bias.dtype)) == 0;
 }
-
-inline int64_t tiles_of(int64_t rows, int tile) { return (rows + tile - 1) / tile; }
 
 template <typename Element>
 constexpr DType dtype_of() {
@@ -30,7 +29,7 @@ constexpr DType dtype_of() {
 template <typename Traits>
 int bias_copy_of(ForwardParams const& p) {
   if (!Traits::kStageBias || is_packed_bias(p.sequences)) return 0;
-  return bias_copy_width(p.bias, dtype_of<typename Traits::Element>());
+  return bias_copy_width(p.bias, (Traits::kBiasRowBytes - bias_row_bytes(0)) / kBiasKeys);
 }
 
 template <typename Traits>
@@ -43,13 +42,12 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, p.sequences);
   args.bias_copy = bias_copy_of<Traits>(p);
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;
-  const bool packed = p.sequences.query_starts != nullptr;
+  const bool packed = is_packed(p.sequences);
   const int64_t keys = packed ? p.keys / p.sequences.count + 1 : p.keys;  // of the heads that run at the same time
   const int64_t bytes_per_head = keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
-  const int64_t tiles =
-      packed ? packed_tiles(p.queries, Traits::kTileM, p.sequences.count) : tiles_of(p.queries, Traits::kTileM);
+  const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
   const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
-  args.map = make_tile_map(p.batch, p.heads, tiles, tiles_of(p.value_dim, slab), p.partial.splits, bytes_per_head,
+  args.map = make_tile_map(p.batch, p.heads, tiles, ceil_div(p.value_dim, slab), p.partial.splits, bytes_per_head,
                            packed || causal);
   return args;
 }

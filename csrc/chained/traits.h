@@ -259,8 +259,10 @@ struct ForwardTraits {
   // loads it in whole sectors anyway.
   static constexpr bool kStageBias =
       kBias && Arch::kAsync && sizeof(Element) == 2 && kTileN == kBiasKeys && (!Qk::kResident || Qk::kMaxK <= 128);
-  template <int kQueries>
-  using BiasStageOf = std::conditional_t<kStageBias, BiasStage<kQueries>, Empty>;
+  // 16 bits an element: an fp32 bias is loaded directly, for want of room beside 128 queries.
+  static constexpr int kBiasRowBytes = bias_row_bytes(2);
+  template <int kQueries, int kRowBytes = kBiasRowBytes>
+  using BiasStageOf = std::conditional_t<kStageBias, BiasStage<kQueries, kRowBytes>, Empty>;
   struct SourceScale {
     float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
@@ -269,7 +271,6 @@ struct ForwardTraits {
     float scale[kTileM];              // epilogue: factor of the accumulators
     // Kept here, not in registers.
     Problem n;
-    Visibility see;
     int whole_begin;  // keys from it on are hidden from no row by a window's left side
     Element* out;
     float* lse;

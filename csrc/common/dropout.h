@@ -38,6 +38,7 @@ struct DropoutHead {
   uint32_t batch_head;
   uint32_t threshold;
 
+  DropoutHead() = default;
   CUTLASS_DEVICE DropoutHead(Dropout const& dropout, uint32_t batch_head_)
       : batch_head(batch_head_), threshold(uint32_t(dropout.threshold)) {
     const uint64_t seed = uint64_t(dropout.seed[0]), offset = uint64_t(dropout.seed[1]);
@@ -60,6 +61,7 @@ struct DropoutHead {
 };
 
 struct NoDropoutHead {
+  NoDropoutHead() = default;
   CUTLASS_DEVICE NoDropoutHead(Dropout const&, uint32_t) {}
 };
 

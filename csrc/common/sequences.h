@@ -30,9 +30,6 @@ struct Problem {
   CUTLASS_DEVICE uint32_t number() const { return batch + sequence; }  // what dropout and a bias of its own count
 };
 
-// Upper bound of the tile numbers over `rows` rows.
-inline int64_t packed_tiles(int64_t rows, int tile, int64_t count) { return rows / tile + count + 2; }
-
 namespace sequences {
 
 // The starts of one side's sequences; `count` for the end.
@@ -131,6 +128,27 @@ CUTLASS_DEVICE Problem find_sorted(ForwardParams const& p, Starts const& starts,
 
 }  // namespace sequences
 
+// What a block knows of its sequence. Of packed ones in shared memory (seldom read, no registers), behind a barrier;
+// otherwise the params say it all, and neither is touched.
+struct Sizes {
+  ForwardParams const& p;
+  Problem const& shared;
+
+  CUTLASS_DEVICE int queries() const { return is_packed(p.sequences) ? shared.queries : p.queries; }
+  CUTLASS_DEVICE int keys() const { return is_packed(p.sequences) ? shared.keys : p.keys; }
+  CUTLASS_DEVICE int key_rows() const { return is_packed(p.sequences) ? shared.key_rows : p.keys; }
+  CUTLASS_DEVICE int query_row() const { return is_packed(p.sequences) ? shared.query_row : 0; }
+  CUTLASS_DEVICE int key_row() const { return is_packed(p.sequences) ? shared.key_row : 0; }
+  CUTLASS_DEVICE uint32_t sequence() const { return is_packed(p.sequences) ? shared.sequence : 0; }
+
+  // For all threads of a block, before anything of it is read.
+  CUTLASS_DEVICE static void publish(ForwardParams const& p, Problem& to, Problem const& problem) {
+    if (!is_packed(p.sequences)) return;
+    if (threadIdx.x == 0) to = problem;
+    __syncthreads();
+  }
+};
+
 struct Located {
   Problem problem;
   int tile;  // within the sequence
@@ -142,7 +160,7 @@ CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, in
                                       bool longest_first) {
   Located found{{}, int(number)};
   Problem& x = found.problem;
-  if (p.sequences.query_starts == nullptr) {
+  if (!is_packed(p.sequences)) {
     x.queries = p.queries;
     x.keys = x.key_rows = p.keys;
     x.batch = batch;

@@ -37,7 +37,10 @@ __device__ int64_t row_offset(const TensorView& view, const Row& row, int heads_
   return row.batch * view.stride_b + group * view.stride_g + member * view.stride_h + row.query * view.stride_m;
 }
 
-template <typename T, int kVector, typename Index>
+// As CUTLASS rounds an operand to TF32: half of the last place added, the rest cut.
+__device__ float as_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
+
+template <typename T, int kVector, typename Index, bool kTf32>
 __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaKernelArgs args) {
   using Vec = Vector<T, kVector>;
   const DeltaArgs& a = args.a;
@@ -57,7 +60,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaKernelArgs args) {
     for (int v = lane; v < vectors; v += args.lanes) {
       const Vec x = out[v], y = grad_out[v];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(x.at[i]), to_float(y.at[i]), sum);
+      for (int i = 0; i < kVector; ++i)
+        sum = fmaf(to_float(x.at[i]), kTf32 ? as_tf32(to_float(y.at[i])) : to_float(y.at[i]), sum);
     }
     for (int distance = args.lanes / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -71,25 +75,25 @@ bool in_vectors(const TensorView& view, int32_t value_dim, int count, int bytes)
   return odd % count == 0 && reinterpret_cast<uintptr_t>(view.data) % uintptr_t(count * bytes) == 0;
 }
 
-template <typename T, int kVector>
+template <typename T, int kVector, bool kTf32>
 Status launch(const DeltaArgs& a, CUstream_st* stream) {
   DeltaKernelArgs args{a, a.batch * a.heads * a.queries, 1, a.grad_out.stride_m < a.grad_out.stride_h};
   while (args.lanes < 32 && args.lanes * kVector < a.value_dim) args.lanes *= 2;
   const unsigned blocks = blocks_for(args.rows, kThreads / args.lanes);
   if (args.rows <= UINT32_MAX) {
-    delta_kernel<T, kVector, uint32_t><<<blocks, kThreads, 0, stream>>>(args);
+    delta_kernel<T, kVector, uint32_t, kTf32><<<blocks, kThreads, 0, stream>>>(args);
   } else {
-    delta_kernel<T, kVector, uint64_t><<<blocks, kThreads, 0, stream>>>(args);
+    delta_kernel<T, kVector, uint64_t, kTf32><<<blocks, kThreads, 0, stream>>>(args);
   }
   return launched("reduce::delta", blocks);
 }
 
-template <typename T>
+template <typename T, bool kTf32 = false>
 Status launch_of(const DeltaArgs& a, CUstream_st* stream) {
   constexpr int kVector = 16 / int(sizeof(T));
   const bool vectors =
       in_vectors(a.out, a.value_dim, kVector, sizeof(T)) && in_vectors(a.grad_out, a.value_dim, kVector, sizeof(T));
-  return vectors ? launch<T, kVector>(a, stream) : launch<T, 1>(a, stream);
+  return vectors ? launch<T, kVector, kTf32>(a, stream) : launch<T, 1, kTf32>(a, stream);
 }
 
 }  // namespace
@@ -101,7 +105,7 @@ Status launch_delta(const DeltaArgs& args, CUstream_st* stream) {
     case DType::kBF16:
       return launch_of<__nv_bfloat16>(args, stream);
     case DType::kF32:
-      return launch_of<float>(args, stream);
+      return args.tf32 ? launch_of<float, true>(args, stream) : launch_of<float>(args, stream);
     default:
       return {Code::kInvalid, "reduce::delta takes float16, bfloat16 and float32"};
   }

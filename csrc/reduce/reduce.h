@@ -20,9 +20,11 @@ struct DeltaArgs {
   int32_t heads = 0;
   int32_t heads_per_group = 1;
   int32_t value_dim = 0;
+  bool tf32 = false;  // fp32 inputs only
 };
 
-// delta[b, h, m] = sum over columns of out * grad_out, in fp32.
+// delta[b, h, m] = sum over columns of out * grad_out, in fp32. tf32: of grad_out as TF32 products take it, so that
+// what dP and delta have in common cancels in dS.
 Status launch_delta(const DeltaArgs& args, CUstream_st* stream);
 
 struct SumArgs {
