@@ -220,7 +220,7 @@ SM80_16 = [
           spills=BOTH),
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 52288, 32, blocks=2, bias=BIAS),
     Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33344, 64, blocks=3,
-          bias_smem=42560, **FEW_QUERIES),
+          bias_smem=42560, spills=BIAS, **FEW_QUERIES),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50240, 64, blocks=2, bias_smem=68672,
           spills=BIAS),
     # Decoding: up to 16 queries, more blocks an SM to keep copies in flight.
