@@ -212,35 +212,35 @@ def gradients(
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 SM80_16 = [
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21056, 32, blocks=4, bias=NO_BIAS,
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21072, 32, blocks=4, bias=NO_BIAS,
           spills=BOTH, **FEW_QUERIES),
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 30272, 32, blocks=3, bias=BIAS,
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 30288, 32, blocks=3, bias=BIAS,
           spills=BOTH, **FEW_QUERIES),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33856, 32, blocks=3, bias=NO_BIAS,
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33872, 32, blocks=3, bias=NO_BIAS,
           spills=BOTH),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 52288, 32, blocks=2, bias=BIAS),
-    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33344, 64, blocks=3,
-          bias_smem=42560, spills=BIAS, **FEW_QUERIES),
-    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50240, 64, blocks=2, bias_smem=68672,
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 52304, 32, blocks=2, bias=BIAS),
+    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33360, 64, blocks=3,
+          bias_smem=42576, spills=BIAS, **FEW_QUERIES),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50256, 64, blocks=2, bias_smem=68688,
           spills=BIAS),
     # Decoding: up to 16 queries, more blocks an SM to keep copies in flight.
-    Shape("k128_m16", (16, 64, 128), (16, 16, 32), "resident:128", 39296, 128, blocks=4,
+    Shape("k128_m16", (16, 64, 128), (16, 16, 32), "resident:128", 39312, 128, blocks=4,
           bias=NO_BIAS, max_m=16),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57920, 128, blocks=2,
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57936, 128, blocks=2,
           bias=NO_BIAS, max_m=64, max_blocks_per_sm=2),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 67136, 128, blocks=2,
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 67152, 128, blocks=2,
           bias=BIAS),
-    Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 83008, 128, blocks=2, bias=NO_BIAS,
+    Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 83024, 128, blocks=2, bias=NO_BIAS,
           spills=NO_BIAS),
-    Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107072, 256, blocks=2),
-    Shape("k320", (128, 64, 320), (16, 64, 320), "resident:320", 181312, 320, bias=NO_BIAS,
+    Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107088, 256, blocks=2),
+    Shape("k320", (128, 64, 320), (16, 64, 320), "resident:320", 181328, 320, bias=NO_BIAS,
           spills=NO_BIAS),
-    Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189248, 384, bias=NO_BIAS),
+    Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189264, 384, bias=NO_BIAS),
     # 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
-    Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222528, spills=BOTH),
-    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124224, bias_smem=133440,
+    Shape("v512", (64, 128, 512), (32, 32, 128), "streamed:3", 222544, spills=BOTH),
+    Shape("v512_small", (64, 64, 512), (32, 16, 128), "streamed:3", 124240, bias_smem=133456,
           spills=BIAS),
-    Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90944, bias_smem=100160,
+    Shape("v256_small", (64, 64, 256), (32, 32, 128), "streamed:3", 90960, bias_smem=100176,
           spills=BOTH),
 ]  # fmt: skip
 SM80_16_UNALIGNED = [
@@ -249,7 +249,7 @@ SM80_16_UNALIGNED = [
         (64, 64, 128),
         (32, 32, 64),
         "streamed:2",
-        58176,
+        58192,
         alignment=1,
         blocks=2,
         spills=BOTH,
@@ -259,102 +259,102 @@ SM80_16_UNALIGNED = [
 # takes the same tiles.
 SM80_F32_FEW = [
     Shape(
-        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43696, alignment=1, in_memory=True,
+        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
         max_m=16,
     ),
 ]  # fmt: skip
 SM80_F32 = [
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67136, 32, blocks=2, spills=BOTH),
-    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99904, 64, spills=BOTH),
-    Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90944, 96, blocks=2, bias=NO_BIAS),
-    Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165952, 128, spills=BIAS),
-    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214592, 256),
-    Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71216, in_memory=True),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, blocks=2, spills=BOTH),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99920, 64, spills=BOTH),
+    Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90960, 96, blocks=2, bias=NO_BIAS),
+    Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165968, 128, spills=BIAS),
+    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214608, 256),
+    Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, in_memory=True),
     Shape(
         "k32_u",
         (128, 64, 32),
         (32, 64, 32),
         "resident:32",
-        67136,
+        67152,
         32,
         alignment=1,
         blocks=2,
         spills=BOTH,
     ),
-    Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66624, 64, alignment=1, blocks=2),
+    Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66640, 64, alignment=1, blocks=2),
     Shape(
-        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71216, alignment=1, in_memory=True
+        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1, in_memory=True
     ),
 ]
 # Turing (64 KB a block): loads pass through registers, the first product streams: K is free.
 SM75 = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, 64, blocks=2, bias=NO_BIAS),
-    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 41792, blocks=2, bias=NO_BIAS),
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, blocks=2, bias=BIAS),
-    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, alignment=1, blocks=2),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, 64, blocks=2, bias=NO_BIAS),
+    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 41808, blocks=2, bias=NO_BIAS),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, blocks=2, bias=BIAS),
+    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, alignment=1, blocks=2),
 ]
 # Volta (96 KB): the same tiles; its operand layout pads differently.
 SM70 = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, 64, blocks=2, bias=NO_BIAS),
-    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 42048, blocks=2, bias=NO_BIAS),
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, blocks=2, bias=BIAS),
-    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, alignment=1, blocks=2),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, 64, blocks=2, bias=NO_BIAS),
+    Shape("v128", (64, 64, 128), (32, 32, 64), "streamed:2", 42064, blocks=2, bias=NO_BIAS),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, blocks=2, bias=BIAS),
+    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, alignment=1, blocks=2),
 ]
 # FFMA: fp32 before Ampere, and bf16 where no tensor core knows it.
 SIMT = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43328, 64, alignment=1, blocks=2),
-    Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60288, alignment=1),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43344, 64, alignment=1, blocks=2),
+    Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60304, alignment=1),
 ]
 
 # Dropout, with or without a bias.
 SM80_16_FULL = [
     Shape(
-        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 68672, 64, blocks=2, bias=BIAS,
+        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 68688, 64, blocks=2, bias=BIAS,
         full=True, spills=BIAS,
     ),
     Shape(
-        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 67136, 128, blocks=2, bias=BIAS,
+        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 67152, 128, blocks=2, bias=BIAS,
         full=True,
     ),
     Shape(
-        "any", (64, 64, 256), (32, 32, 128), "streamed:3", 100160, bias=BIAS, full=True, spills=BIAS
+        "any", (64, 64, 256), (32, 32, 128), "streamed:3", 100176, bias=BIAS, full=True, spills=BIAS
     ),
 ]  # fmt: skip
 SM80_16_FULL_UNALIGNED = [
     Shape(
-        "unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 58176, alignment=1, blocks=2,
+        "unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 58192, alignment=1, blocks=2,
         bias=BIAS, full=True, spills=BIAS,
     ),
 ]  # fmt: skip
 SM80_F32_FEW_FULL = [
     Shape(
-        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43696, alignment=1, in_memory=True,
+        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
         max_m=16, bias=BIAS, full=True,
     ),
 ]  # fmt: skip
 SM80_F32_FULL = [
     Shape(
-        "k32", (128, 64, 32), (32, 64, 32), "resident:32", 67136, 32, alignment=1, blocks=2,
+        "k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, alignment=1, blocks=2,
         bias=BIAS, full=True, spills=BIAS,
     ),
     Shape(
-        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 99904, 64, alignment=1, bias=BIAS,
+        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 99920, 64, alignment=1, bias=BIAS,
         full=True, spills=BIAS,
     ),
     Shape(
-        "any", (64, 64, 64), (32, 32, 32), "streamed:3", 71216, alignment=1, in_memory=True,
+        "any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1, in_memory=True,
         bias=BIAS, full=True,
     ),
 ]  # fmt: skip
 HMMA_FULL = [  # Turing and Volta
     Shape(
-        "any", (64, 64, 64), (32, 32, 32), "streamed:2", 33600, alignment=1, blocks=2, bias=BIAS,
+        "any", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, alignment=1, blocks=2, bias=BIAS,
         full=True,
     ),
 ]  # fmt: skip
 SIMT_FULL = [
     Shape(
-        "any", (64, 64, 128), (16, 32, 64), "streamed:2", 60288, alignment=1, bias=BIAS, full=True
+        "any", (64, 64, 128), (16, 32, 64), "streamed:2", 60304, alignment=1, bias=BIAS, full=True
     ),
 ]  # fmt: skip
 
@@ -365,7 +365,7 @@ GRADIENTS_SM80_16 = [
         full_blocks=(3, 2), spills=True,
     ),
     Gradient(
-        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (66944, 50064, 84112), 64, blocks=(3, 3),
+        "k64", (64, 64, 64), (32, 32, 32), "resident:64", (66944, 50064, 75920), 64, blocks=(3, 3),
         full_blocks=(3, 2), kinds=("plain", "dropout", "full"), spills=True,
     ),
     Gradient(

@@ -54,13 +54,14 @@ struct BackwardBlock : BackwardTile<Traits> {
 
   CUTLASS_DEVICE BackwardBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_) : Tile(args_, smem_) {
     uint32_t rest = blockIdx.x;
-    split = rest % args.splits, rest /= args.splits;
-    column0 = rest % args.slabs * Traits::kValueTile, rest /= args.slabs;
-    int tile = int(rest % args.owner_tiles);
-    rest /= args.owner_tiles;
+    split = column0 = 0;
+    if (args.splits > 1) split = rest % args.splits, rest /= args.splits;
+    if (args.slabs > 1) column0 = rest % args.slabs * Traits::kValueTile, rest /= args.slabs;
+    const Quotient by_tiles = divide(rest, args.by_tiles), by_heads = divide(by_tiles.quotient, args.by_heads);
+    int tile = int(by_tiles.rest);
     if (!kOwnerKeys) tile = int(args.owner_tiles) - 1 - tile;  // causal: the longest rows first
     const uint32_t heads_per_owner = kOwnerKeys ? p.heads_per_kv : 1;
-    owner_head = Head::of(rest / args.owner_heads, rest % args.owner_heads * heads_per_owner, f);
+    owner_head = Head::of(by_heads.quotient, by_heads.rest * heads_per_owner, args);
     const Located found = locate_problem<kOwnerKeys>(f, owner_head.batch, kTileM, uint32_t(tile), kOwnerKeys);
     this->set_problem(found.problem, owner_head);
     const int row0 = found.tile * kTileM;
@@ -74,10 +75,14 @@ struct BackwardBlock : BackwardTile<Traits> {
     if (owner.rows == 0 || end < first_tile) end = first_tile;
     const int per_head = end - first_tile;
     const int64_t all = int64_t(per_head) * heads_per_owner;
-    const int first = int(all * split / args.splits);
-    steps = int(all * (split + 1) / args.splits) - first;
+    int first = 0;
+    steps = int(all);
+    if (args.splits > 1) {
+      first = int(all * split / args.splits);
+      steps = int(all * (split + 1) / args.splits) - first;
+    }
     if (steps == 0) return;
-    const int head = kOwnerKeys ? first / per_head : 0;
+    const int head = kOwnerKeys && first > 0 ? first / per_head : 0;
     now = {head, first_tile + first - head * per_head};
     next = after(now);
   }

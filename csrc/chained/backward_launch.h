@@ -72,6 +72,10 @@ Status launch_gradient(BackwardParams const& p, int64_t blocks, BackwardArgs& ar
                                     "grid may have blocks (2^31 - 1)"};
   }
   args.blocks = uint32_t(blocks);
+  args.bias_copy = bias_copy_of<Traits>(p.forward);
+  if (args.owner_tiles > 0) args.by_tiles = {int(args.owner_tiles)};
+  if (args.owner_heads > 0) args.by_heads = {int(args.owner_heads)};
+  args.by_group = {p.forward.heads_per_group};
   auto* kernel = &backward_kernel<Traits>;
   if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
   kernel<<<args.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
@@ -135,7 +139,6 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   args.exponent = float(double(f.scale) * 1.4426950408889634);
   const bool packed = is_packed(f.sequences);
   args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, f.sequences);
-  args.bias_copy = bias_copy_of<typename Row::Query>(f);
   args.write_bias = Row::kFull && is_sum_free(p.grad_bias) && (packed || p.grad_query.data != nullptr);
   const std::string where = name;
   const bool key = p.grad_key.data != nullptr, value = p.grad_value.data != nullptr;

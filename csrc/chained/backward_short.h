@@ -43,8 +43,13 @@ struct BackwardShortBlock : BackwardTile<Traits> {
   Head head;
 
   CUTLASS_DEVICE BackwardShortBlock(BackwardArgs const& args_, typename Traits::SharedStorage& smem_)
-      : Tile(args_, smem_), head(Head::of(blockIdx.x / args_.owner_heads, blockIdx.x % args_.owner_heads, f)) {
+      : Tile(args_, smem_), head(first_head(args_)) {
     this->set_problem(locate_problem<false>(f, head.batch, kTileM, 0, false).problem, head);
+  }
+
+  CUTLASS_DEVICE static Head first_head(BackwardArgs const& args) {
+    const Quotient by_heads = divide(blockIdx.x, args.by_heads);
+    return Head::of(by_heads.quotient, by_heads.rest, args);
   }
 
   // One pair of tiles; ends when P and dS may be overwritten.

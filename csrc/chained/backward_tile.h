@@ -5,6 +5,7 @@
 #include "chained/streamed_product.h"
 #include "common/bias.h"
 #include "common/dropout.h"
+#include "common/tile_map.h"
 #include "common/visibility.h"
 
 namespace memeff {
@@ -15,9 +16,10 @@ struct BackwardArgs {
   uint32_t blocks;       // size of the grid
   uint32_t owner_heads;  // query heads, or key heads where keys own
   uint32_t owner_tiles, loop_tiles;
-  uint32_t slabs;   // column slabs of the output
-  uint32_t splits;  // parts of the loop
-  float exponent;   // scale * log2(e), the very number that the forward kernels use
+  uint32_t slabs;                                    // column slabs of the output
+  uint32_t splits;                                   // parts of the loop
+  cutlass::FastDivmod by_tiles, by_heads, by_group;  // owner_tiles, owner_heads, heads_per_group (tile_map.h)
+  float exponent;                                    // scale * log2(e), the very number that the forward kernels use
   bool bias_pairs;
   int bias_copy;    // bytes of a copy to shared memory, 0: direct (common/bias.h)
   bool write_bias;  // the queries' kernel writes dBias too: every tile of it is one tile of dS
@@ -28,8 +30,9 @@ struct Head {
   uint32_t batch, head;
   uint32_t group, member;  // head = group * heads_per_group + member
 
-  CUTLASS_DEVICE static Head of(uint32_t batch, uint32_t head, ForwardParams const& f) {
-    return {batch, head, head / f.heads_per_group, head % f.heads_per_group};
+  CUTLASS_DEVICE static Head of(uint32_t batch, uint32_t head, BackwardArgs const& args) {
+    const Quotient by_group = divide(head, args.by_group);
+    return {batch, head, by_group.quotient, by_group.rest};
   }
 };
 

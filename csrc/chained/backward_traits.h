@@ -78,8 +78,8 @@ struct BackwardTraits
                   Chain::kPvStages, 0, Fp32Split::kNone>;
 
   // Resident rows stage a bias of any dtype and any strides, so that no load of it hangs on their registers; beside a
-  // pipeline there is room for 16 bits an element on sm_86.
-  static constexpr bool kStageAnyBias = Chain::kStageBias && Qk_::kResident;
+  // pipeline (sm_86) and beside two buffers (kBias, three blocks an SM) there is room for 16 bits an element.
+  static constexpr bool kStageAnyBias = Chain::kStageBias && Qk_::kResident && kWhat != Gradient::kBias;
   static constexpr int kBiasRowBytes = bias_row_bytes(kStageAnyBias ? 4 : 2);
 
   // The exponent, as in the forward kernels, or P would not sum to 1: with a bias x - lse in natural units; without,

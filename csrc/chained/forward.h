@@ -124,7 +124,7 @@ struct ForwardBlock : ForwardTile<Traits> {
   // Rows of the partial results before this tile's.
   CUTLASS_DEVICE int64_t partial_row() const {
     const int64_t head = offset(offset(at.split, p.batch) + at.batch, p.heads) + at.head;
-    return offset(head, p.queries) + n.query_row() + row0;
+    return offset(head, p.queries) + n.query_row + row0;
   }
   CUTLASS_DEVICE void store_partial_lse(int i, int row) const {
     if (warp_n != 0 || !row_leader() || row >= rows || at.slab != 0) return;

@@ -43,7 +43,8 @@ struct ForwardTile {
   ForwardArgs const& args;
   ForwardParams const& p;
   SharedStorage& smem;
-  Sizes n;
+  Problem const& n;       // in shared memory: seldom read, no registers
+  Visibility const& see;  // likewise
   TileCoord at;
   typename Traits::DropoutState dropout;
   int thread, warp, lane;
@@ -67,7 +68,8 @@ struct ForwardTile {
       : args(args_),
         p(args_.p),
         smem(smem_),
-        n{args_.p, smem_.scratch.n},
+        n(smem_.scratch.n),
+        see(smem_.scratch.see),
         at(at_),
         dropout(args_.p.dropout, found.problem.number() * args_.p.heads + at_.head) {
     thread = threadIdx.x;
@@ -85,8 +87,13 @@ struct ForwardTile {
     keys_begin = limits.first(row0) / kTileN * kTileN;
     keys_end = limits.limit(last);
     if constexpr (Traits::kSplits) take_part();
-    if (thread == 0) smem.scratch.whole_begin = limits.first(last);
-    Sizes::publish(p, smem.scratch.n, found.problem);
+    if (thread == 0) {
+      smem.scratch.n = found.problem;
+      smem.scratch.see = limits;
+      smem.scratch.whole_begin = limits.first(last);
+    }
+    // The main loops have barriers of their own before any of it is read, but for copies of pages and of the bias.
+    if (is_packed(p.sequences) || Traits::kStageBias) __syncthreads();
     if (rows > 0) find_operands(found.problem);
   }
 
@@ -102,7 +109,7 @@ struct ForwardTile {
   }
 
   CUTLASS_DEVICE void find_operands(Problem const& problem) {
-    const int group = at.head / p.heads_per_group, member = at.head % p.heads_per_group;
+    const int group = int(at.group), member = int(at.member);
     const int64_t query_row = int64_t(problem.query_row) + row0;
     query = static_cast<Element const*>(p.query.data) + head_offset(p.query, at.batch, group, member) +
             offset(query_row, p.query.stride_m);
@@ -132,7 +139,7 @@ struct ForwardTile {
   CUTLASS_DEVICE int64_t key_row(int key0) const {
     const Sequences& s = p.sequences;
     if (s.block_tables == nullptr) return key0;
-    const int32_t page = __ldg(s.block_tables + offset(n.sequence(), s.stride_table) + key0 / s.page_size);
+    const int32_t page = __ldg(s.block_tables + offset(n.sequence, s.stride_table) + key0 / s.page_size);
     return offset(page, s.page_size) + key0 % s.page_size;
   }
   CUTLASS_DEVICE Element const* key_at(int key0) const { return key + offset(key_row(key0), p.key.stride_m); }
@@ -156,7 +163,7 @@ struct ForwardTile {
     if constexpr (Traits::kStageBias) {
       if (args.bias_copy == 0) return;
       const char* from = bias.data + offset(key0, bytes_of(bias.dtype));
-      copy_bias<Traits::kThreads, Traits::kBiasRowBytes>(smem.bias, p.bias, from, args.bias_copy, rows, n.keys() - key0,
+      copy_bias<Traits::kThreads, Traits::kBiasRowBytes>(smem.bias, p.bias, from, args.bias_copy, rows, n.keys - key0,
                                                          thread);
       cutlass::arch::cp_async_fence();
     }
@@ -170,7 +177,7 @@ struct ForwardTile {
         return;
       }
     }
-    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, n.keys());
+    add_bias<Element, CoordS>(s, bias, p.scale, warp_row(), key0 + warp_column(), lane, rows, n.keys);
   }
 
   // s: raw products -> logits (or raw products whose scale is folded), -inf where not visible.
@@ -181,12 +188,11 @@ struct ForwardTile {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < FragmentS::kElements; ++e) s[e] *= args.premultiply;
     }
-    const bool left = p.anchor != Anchor::kNone && p.window_left >= 0;
-    if (key0 + kTileN > whole_end || (left && key0 < smem.scratch.whole_begin)) {
-      if (left) {
-        hide<true>(s, key0 + warp_column());
-      } else {
+    if (key0 + kTileN > whole_end || key0 < smem.scratch.whole_begin) {
+      if (see.left < 0) {
         hide<false>(s, key0 + warp_column());
+      } else {
+        hide<true>(s, key0 + warp_column());
       }
     }
   }
@@ -194,7 +200,6 @@ struct ForwardTile {
   // Columns outside [first, limit) of each row become -inf. kLeft: first is not 0.
   template <bool kLeft>
   CUTLASS_DEVICE void hide(FragmentS& s, int column0) const {
-    const Visibility see(p, n.queries(), n.keys());
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
       const int row = row0 + warp_row() + CoordS::row(lane, i);

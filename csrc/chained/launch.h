@@ -47,8 +47,8 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   const int64_t bytes_per_head = keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
   const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
   const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
-  args.map = make_tile_map(p.batch, p.heads, tiles, ceil_div(p.value_dim, slab), p.partial.splits, bytes_per_head,
-                           packed || causal);
+  args.map = make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, ceil_div(p.value_dim, slab), p.partial.splits,
+                           bytes_per_head, packed || causal);
   return args;
 }
 

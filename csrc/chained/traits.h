@@ -271,6 +271,7 @@ struct ForwardTraits {
     float scale[kTileM];              // epilogue: factor of the accumulators
     // Kept here, not in registers.
     Problem n;
+    Visibility see;
     int whole_begin;  // keys from it on are hidden from no row by a window's left side
     Element* out;
     float* lse;

@@ -128,27 +128,6 @@ CUTLASS_DEVICE Problem find_sorted(ForwardParams const& p, Starts const& starts,
 
 }  // namespace sequences
 
-// What a block knows of its sequence. Of packed ones in shared memory (seldom read, no registers), behind a barrier;
-// otherwise the params say it all, and neither is touched.
-struct Sizes {
-  ForwardParams const& p;
-  Problem const& shared;
-
-  CUTLASS_DEVICE int queries() const { return is_packed(p.sequences) ? shared.queries : p.queries; }
-  CUTLASS_DEVICE int keys() const { return is_packed(p.sequences) ? shared.keys : p.keys; }
-  CUTLASS_DEVICE int key_rows() const { return is_packed(p.sequences) ? shared.key_rows : p.keys; }
-  CUTLASS_DEVICE int query_row() const { return is_packed(p.sequences) ? shared.query_row : 0; }
-  CUTLASS_DEVICE int key_row() const { return is_packed(p.sequences) ? shared.key_row : 0; }
-  CUTLASS_DEVICE uint32_t sequence() const { return is_packed(p.sequences) ? shared.sequence : 0; }
-
-  // For all threads of a block, before anything of it is read.
-  CUTLASS_DEVICE static void publish(ForwardParams const& p, Problem& to, Problem const& problem) {
-    if (!is_packed(p.sequences)) return;
-    if (threadIdx.x == 0) to = problem;
-    __syncthreads();
-  }
-};
-
 struct Located {
   Problem problem;
   int tile;  // within the sequence

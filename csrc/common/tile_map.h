@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
+#include "cutlass/fast_math.h"
 
 namespace memeff {
 
@@ -23,19 +24,31 @@ struct TileMap {
   uint32_t splits = 1;         // parts of the keys
   uint32_t section_heads = 1;  // heads that share a section
   bool longest_first = false;  // causal: the last query tiles see the most keys; packed sequences: sorted so
+  // Division by a multiplication: short sequences start many blocks, and each of them divides.
+  cutlass::FastDivmod by_tiles, by_heads, by_group;  // tiles, heads, heads_per_group
 };
 
+// head = group * heads_per_group + member
 struct TileCoord {
-  uint32_t batch, head, tile, slab, split;
+  uint32_t batch, head, group, member, tile, slab, split;
 };
+
+struct Quotient {
+  uint32_t quotient, rest;
+};
+CUTLASS_DEVICE Quotient divide(uint32_t x, cutlass::FastDivmod const& by) {
+  int quotient, rest;
+  by(quotient, rest, int(x));
+  return {uint32_t(quotient), uint32_t(rest)};
+}
 
 // L2 that a section's keys and values may fill: half of the smallest L2 among the data-centre parts (V100: 6 MB is
 // less, there a section is one head; A100 40 MB; H200 60 MB).
 constexpr int64_t kSectionBytes = 16 << 20;
 
 // Returns blocks = 0 when the grid would exceed the launch limit of 2^31 - 1.
-inline TileMap make_tile_map(int64_t batch, int heads, int64_t tiles, int64_t slabs, int splits, int64_t bytes_per_head,
-                             bool longest_first) {
+inline TileMap make_tile_map(int64_t batch, int heads, int heads_per_group, int64_t tiles, int64_t slabs, int splits,
+                             int64_t bytes_per_head, bool longest_first) {
   TileMap map;
   const int64_t blocks = batch * heads * tiles * slabs * splits;
   if (batch * heads > INT32_MAX || blocks > INT32_MAX) return map;
@@ -46,6 +59,7 @@ inline TileMap make_tile_map(int64_t batch, int heads, int64_t tiles, int64_t sl
   map.slabs = uint32_t(slabs);
   map.splits = uint32_t(splits);
   map.longest_first = longest_first;
+  map.by_tiles = {int(tiles)}, map.by_heads = {heads}, map.by_group = {heads_per_group};
   if (longest_first) {
     const int64_t fit = kSectionBytes / (bytes_per_head > 0 ? bytes_per_head : 1);
     map.section_heads = uint32_t(fit < 1 ? 1 : fit > int64_t(map.batch_heads) ? int64_t(map.batch_heads) : fit);
@@ -55,11 +69,10 @@ inline TileMap make_tile_map(int64_t batch, int heads, int64_t tiles, int64_t sl
 
 CUTLASS_DEVICE TileCoord locate(TileMap const& map, uint32_t block) {
   TileCoord coord;
-  coord.slab = block % map.slabs;
-  uint32_t rest = block / map.slabs;
-  coord.split = rest % map.splits;
-  rest /= map.splits;
-  uint32_t batch_head;
+  uint32_t rest = block, batch_head;
+  coord.slab = coord.split = 0;
+  if (map.slabs > 1) coord.slab = rest % map.slabs, rest /= map.slabs;
+  if (map.splits > 1) coord.split = rest % map.splits, rest /= map.splits;
   if (map.longest_first) {
     const uint32_t per_section = map.section_heads * map.tiles;
     const uint32_t section = rest / per_section;
@@ -70,11 +83,13 @@ CUTLASS_DEVICE TileCoord locate(TileMap const& map, uint32_t block) {
     coord.tile = map.tiles - 1 - rest / heads_here;
     batch_head = first + rest % heads_here;
   } else {
-    coord.tile = rest % map.tiles;
-    batch_head = rest / map.tiles;
+    const Quotient by_tiles = divide(rest, map.by_tiles);
+    coord.tile = by_tiles.rest;
+    batch_head = by_tiles.quotient;
   }
-  coord.batch = batch_head / map.heads;
-  coord.head = batch_head % map.heads;
+  const Quotient by_heads = divide(batch_head, map.by_heads), by_group = divide(by_heads.rest, map.by_group);
+  coord.batch = by_heads.quotient, coord.head = by_heads.rest;
+  coord.group = by_group.quotient, coord.member = by_group.rest;
   return coord;
 }
 
