@@ -64,6 +64,7 @@ class Shape:
     spills: tuple[bool, ...] = ()  # values of bias for which a few registers spill
     full: bool = False  # the row with a bias serves dropout too, and only that
     bias_smem: int = 0  # of the row with a bias; 0: smem
+    family: str = "chained"  # "register": P in registers (register/register_mma.h)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ BOTH = (False, True)
 PLAIN = ("plain",)
 NO_BIAS = (False,)
 BIAS = (True,)
+SPACES = {"chained": "chained", "register": "registers"}  # C++ namespaces
 FEW_QUERIES: dict[str, Any] = {"max_m": 64, "max_blocks_per_sm": 3}
 
 
@@ -114,6 +116,7 @@ def variants(
     for shape in shapes:
         kind, size = shape.qk.split(":")
         qk = f"chained::{QK[kind].format(size)}"
+        family, space = shape.family, SPACES[shape.family]
         output = "OutputInMemory" if shape.in_memory else "OutputInRegisters"
         alignment = shape.alignment or 16 // BYTES[dtype]
         warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])
@@ -123,16 +126,16 @@ def variants(
                 f"chained::Tile<{', '.join(map(str, shape.tile))}>",
                 f"chained::Warp<{', '.join(map(str, shape.warp))}>",
                 qk,
-                f"chained::{output}",
+                *([] if family == "register" else [f"chained::{output}"]),
                 str(alignment),
                 f"chained::{'FullBias' if shape.full else 'TensorBias' if bias else 'NoBias'}",
                 str(shape.blocks),
             ]
             end = "full" if shape.full else "bias" * bias
-            parts = ["chained", arch, dtype, "tf32" * (math == "tf32"), shape.suffix, end]
+            parts = [family, arch, dtype, "tf32" * (math == "tf32"), shape.suffix, end]
             yield Variant(
                 name="_".join(filter(None, parts)),
-                family="chained",
+                family=family,
                 arch=arch,
                 dtype=dtype,
                 math=math,
@@ -147,11 +150,12 @@ def variants(
                 smem_bytes=(bias and shape.bias_smem) or shape.smem,
                 min_sm=sms[0],
                 max_sm=sms[1],
-                traits=f"chained::ForwardTraits<{', '.join(arguments)}>",
+                traits=f"{space}::ForwardTraits<{', '.join(arguments)}>",
                 max_m=shape.max_m,
                 max_blocks_per_sm=shape.max_blocks_per_sm,
                 allow_spill=bias in shape.spills,
                 blocks_per_sm=shape.blocks,
+                header=f"{family}/launch.h",
                 dropout=shape.full,
             )
 
@@ -211,28 +215,41 @@ def gradients(
 
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
+REGISTER: dict[str, Any] = {"family": "register"}
 SM80_16 = [
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 21072, 32, blocks=4, bias=NO_BIAS,
-          spills=BOTH, **FEW_QUERIES),
-    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 30288, 32, blocks=3, bias=BIAS,
-          spills=BOTH, **FEW_QUERIES),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 33872, 32, blocks=3, bias=NO_BIAS,
-          spills=BOTH),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 52304, 32, blocks=2, bias=BIAS),
-    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 33360, 64, blocks=3,
-          bias_smem=42576, spills=BIAS, **FEW_QUERIES),
-    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50256, 64, blocks=2, bias_smem=68688,
-          spills=BIAS),
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 12880, 32, blocks=4, bias=NO_BIAS,
+          spills=BOTH, **FEW_QUERIES, **REGISTER),
+    Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 22096, 32, blocks=3, bias=BIAS,
+          spills=BOTH, **FEW_QUERIES, **REGISTER),
+    Shape("k32", (128, 128, 32), (32, 128, 32), "resident:32", 25680, 32, blocks=2, bias=NO_BIAS,
+          spills=BOTH, **REGISTER),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 35920, 32, blocks=2, bias=BIAS,
+          **REGISTER),
+    Shape("k64_m64", (64, 128, 64), (16, 128, 64), "resident:64", 41552, 64, blocks=3, bias=NO_BIAS,
+          spills=BOTH, **FEW_QUERIES, **REGISTER),
+    Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 34384, 64, blocks=3, bias=BIAS,
+          spills=BIAS, **FEW_QUERIES, **REGISTER),
+    Shape("k64", (128, 128, 64), (32, 128, 64), "resident:64", 50256, 64, blocks=2, bias=NO_BIAS,
+          spills=NO_BIAS, **REGISTER),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 52304, 64, blocks=2, bias=BIAS,
+          spills=BIAS, **REGISTER),
     # Decoding: up to 16 queries, more blocks an SM to keep copies in flight.
     Shape("k128_m16", (16, 64, 128), (16, 16, 32), "resident:128", 39312, 128, blocks=4,
           bias=NO_BIAS, max_m=16),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 57936, 128, blocks=2,
-          bias=NO_BIAS, max_m=64, max_blocks_per_sm=2),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 67152, 128, blocks=2,
-          bias=BIAS),
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 49744, 128, blocks=3,
+          bias=NO_BIAS, max_m=64, max_blocks_per_sm=2, spills=NO_BIAS, **REGISTER),
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 58960, 128, blocks=2,
+          bias=BIAS, **REGISTER),
+    Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 66640, 128, blocks=2, bias=NO_BIAS,
+          spills=NO_BIAS, **REGISTER),
+    Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 98896, 256, blocks=2, spills=BOTH,
+          **REGISTER),
+    # The same with P in shared memory.
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 50256, 64, blocks=2, bias=NO_BIAS),
     Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 83024, 128, blocks=2, bias=NO_BIAS,
           spills=NO_BIAS),
-    Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107088, 256, blocks=2),
+    Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 107088, 256, blocks=2,
+          bias=NO_BIAS),
     Shape("k320", (128, 64, 320), (16, 64, 320), "resident:320", 181328, 320, bias=NO_BIAS,
           spills=NO_BIAS),
     Shape("v384", (64, 128, 384), (16, 64, 192), "streamed:3", 189264, 384, bias=NO_BIAS),
@@ -309,12 +326,12 @@ SIMT = [
 # Dropout, with or without a bias.
 SM80_16_FULL = [
     Shape(
-        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 68688, 64, blocks=2, bias=BIAS,
-        full=True, spills=BIAS,
+        "k64", (128, 64, 64), (32, 64, 64), "resident:64", 52304, 64, blocks=2, bias=BIAS,
+        full=True, spills=BIAS, **REGISTER,
     ),
     Shape(
-        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 67152, 128, blocks=2, bias=BIAS,
-        full=True,
+        "k128", (64, 64, 128), (16, 64, 128), "resident:128", 58960, 128, blocks=2, bias=BIAS,
+        full=True, **REGISTER,
     ),
     Shape(
         "any", (64, 64, 256), (32, 32, 128), "streamed:3", 100176, bias=BIAS, full=True, spills=BIAS

@@ -223,6 +223,7 @@ ALL_BW_OPS: list[type[AttentionBwOpBase]] = [ChainedBwOp, CpuBwOp]
 _FAMILIES: dict[tuple[str, str], type[AttentionOpBase]] = {
     ("chained", "fwd"): ChainedFwOp,
     ("chained", "bwd"): ChainedBwOp,
+    ("register", "fwd"): ChainedFwOp,  # the same chain, P in registers
 }
 AttentionOp = tuple[type[AttentionFwOpBase] | None, type[AttentionBwOpBase] | None]
 

@@ -66,13 +66,18 @@ struct ForwardBlock : ForwardTile<Traits> {
   // --- second product
   // ---------------------------------------------------------------------------------------------------
 
-  CUTLASS_DEVICE void accumulate(FragmentO& o, PvMma const& pv, float const (&alpha)[CoordS::kRows], int depth) const {
+  CUTLASS_DEVICE void accumulate(FragmentO& o, FragmentS const& s, PvMma const& pv, float const (&alpha)[CoordS::kRows],
+                                 int depth) const {
     bool moved = false;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) moved |= alpha[i] != 1.f;
     // The maximum seldom rises after the first blocks: one vote saves the multiplications.
     if (__any_sync(0xffffffff, moved)) each_row(o, [&](int i, int e) { o[e] *= alpha[i]; });
-    pv(o, depth);
+    if constexpr (Traits::Output::kWeightsInRegisters) {
+      pv(o, s, depth);
+    } else {
+      pv(o, depth);
+    }
   }
 
   template <typename F>
@@ -217,10 +222,10 @@ struct ForwardBlock : ForwardTile<Traits> {
       store_weights(s, alpha, key0);
       if (kExchange) {
         __syncthreads();  // P is there
-      } else {
+      } else if (!Traits::Output::kWeightsInRegisters) {
         __syncwarp();  // a warp reads only the rows of P that it wrote
       }
-      accumulate(o, pv, alpha, keys_end - key0);
+      accumulate(o, s, pv, alpha, keys_end - key0);
       if constexpr (kFlush) {
         const int done = key0 + kTileN;
         if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
@@ -277,7 +282,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       if constexpr (kInMemory) {
         add_to_output(loader, pv, key0);
       } else {
-        accumulate(o, pv, alpha, keys_end - key0);
+        accumulate(o, s, pv, alpha, keys_end - key0);
       }
     }
   }

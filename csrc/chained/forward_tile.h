@@ -264,8 +264,10 @@ struct ForwardTile {
         if (!kept) s[CoordS::index(i, j)] = 0.f;
       });
     }
-    auto operand = smem.pv.operand_A_ref();
-    Traits::ProbabilityStore::store(s, operand.data(), operand.layout(), warp_row(), warp_column(), lane);
+    if constexpr (!Traits::Output::kWeightsInRegisters) {
+      auto operand = smem.pv.operand_A_ref();
+      Traits::ProbabilityStore::store(s, operand.data(), operand.layout(), warp_row(), warp_column(), lane);
+    }
   }
 };
 

@@ -22,6 +22,7 @@
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor.h"
 #include "cutlass/gemm/threadblock/default_mma.h"
 #include "cutlass/gemm/threadblock/mma_pipelined.h"
+#include "register/register_mma.h"
 
 namespace memeff {
 namespace chained {
@@ -63,17 +64,21 @@ struct CompensatedQk : StreamedQk<2> {
 // Where O lives between key blocks: registers (Kv <= kValue, or one slab of it per thread block), or the fp32 output
 // itself, a value tile at a time, read back by the epilogue's fp32 source (any Kv without recomputing S).
 struct OutputInRegisters {
-  static constexpr bool kInMemory = false, kForward = true, kTransposed = false;
+  static constexpr bool kInMemory = false, kForward = true, kTransposed = false, kWeightsInRegisters = false;
   static constexpr int kScores = 1,
                        kOutputs = 1;  // accumulators that live together during the first product
 };
 struct OutputInMemory : OutputInRegisters {
   static constexpr bool kInMemory = true;
 };
+// P as well (csrc/register).
+struct WeightsInRegisters : OutputInRegisters {
+  static constexpr bool kWeightsInRegisters = true;
+};
 // Backward pass (backward_traits.h): so many score tiles (S, dP) and output tiles at once. kTransposed: S^T = K Q^T.
 template <int kScores_, int kOutputs_, bool kTransposed_>
 struct GradientOutput {
-  static constexpr bool kInMemory = false, kForward = false, kTransposed = kTransposed_;
+  static constexpr bool kInMemory = false, kForward = false, kTransposed = kTransposed_, kWeightsInRegisters = false;
   static constexpr int kScores = kScores_, kOutputs = kOutputs_;
 };
 
@@ -216,7 +221,17 @@ struct ForwardTraits {
   // Backward, fp32: B of the output products is the resident tile that was B of the scores.
   static constexpr int kTransposedB =
       !Output::kForward && Qk::kResident && std::is_same<Element, float>::value ? Qk::kMaxK : 0;
-  using PvMma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
+  template <bool kInRegisters, typename = void>
+  struct PvOf {
+    using Mma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
+    using Storage = typename Mma::Base::SharedStorage;
+  };
+  template <typename Dummy>
+  struct PvOf<true, Dummy> {
+    using Mma = registers::RegisterMma<PvCore, kPvStages, kPvAhead, CoordS>;
+    using Storage = typename Mma::SharedStorage;
+  };
+  using PvMma = typename PvOf<Output::kWeightsInRegisters>::Mma;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
   static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,
@@ -282,7 +297,7 @@ struct ForwardTraits {
       typename Epilogue::SharedStorage last_epilogue;  // after the last key block
     };
     union {
-      typename PvMma::Base::SharedStorage pv;
+      typename PvOf<Output::kWeightsInRegisters>::Storage pv;
       std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage,
                          Empty> flush_epilogue;  // P and V are used
     };
