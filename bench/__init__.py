@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench run | compare | host | end2end | plot | readme` (see bench/__main__.py)."""
+"""Benchmarks: `python -m bench --help` lists the commands (bench/__main__.py)."""

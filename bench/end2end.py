@@ -11,7 +11,7 @@ Result file, bench/results/<gpu>/end2end.json: {"meta": as in the sets' files, a
                 copied, as clients do) | sdpa (whichever kernel SDPA chooses)
     ms          median milliseconds of a step; null where it failed
     speed, unit tokens/s or images/s
-    peak_mib    what a step allocates beyond weights, optimizer and inputs; null on the CPU
+    peak_mib    what a step allocates on top of what there was before it; null on the CPU
     err         relative error against fp64 on a smaller check, where `wrong` would stand beside it
     error       why there is no time, if it failed
 """
@@ -70,9 +70,7 @@ def check(
         mine, mine_gradient = found(attention, dtype)
         figures = out.figures(mine)
         broken = rule.judge("output", figures, 0.0)
-        broken += rule.judge(
-            "gradient of qkv", gradient.figures(mine_gradient), 0.0, rule.GRADIENT
-        )
+        broken += rule.judge("gradient of qkv", gradient.figures(mine_gradient), 0.0, rule.GRADIENT)
         return out.relative(figures[0]), broken
 
     return judged
@@ -259,7 +257,10 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 def checked(path: Path) -> dict[str, Any]:
     """A result file; ValueError where it lacks anything."""
     content: dict[str, Any] = json.loads(path.read_text())
-    if found := problems(content):
+    found = problems(content)
+    if content["meta"].get("size") != "full":
+        found.append("it is of small models, which say nothing of speed")
+    if found:
         raise ValueError(
             f"{path} is refused: {'; '.join(found[:5])}. Time it again: python -m bench end2end"
         )
@@ -285,6 +286,7 @@ def end2end(
     out: Path | None,
 ) -> int:
     """Exit status: 0 all complete and right, 1 something is wrong or missing."""
+    known: Iterable[str]
     for asked, known, what in (
         (names, models.MODELS, "model"),
         (attentions, models.ATTENTION, "attention"),
@@ -314,6 +316,8 @@ def end2end(
     for line in found:
         print(f"incomplete: {line}")
     for row in rows:
+        if row.get("error"):
+            print(f"failed {row['attention']}, {row['model']} {row['pass']}: {row['error']}")
         if row.get("wrong"):
             print(f"WRONG RESULT {row['attention']}, {row['model']}: {row['wrong']}")
     if out is not None:

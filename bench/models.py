@@ -145,7 +145,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(Model):
-    """Causal, RMSNorm, rotary positions, shared key heads, SwiGLU; trained to tell the next word."""
+    """Causal, RMSNorm, rotary positions, shared key heads, SwiGLU; learns to tell the next word."""
 
     unit = "tokens/s"
 

@@ -1,4 +1,4 @@
-"""What is made of result files: completeness, groups of cells, the summary of a run, comparisons."""
+"""What is made of result files: completeness, groups of cells, summary of a run, comparisons."""
 
 from __future__ import annotations
 
@@ -175,7 +175,11 @@ def speed(row: Row, unit: str) -> float:
 PEERS = (*backends.PEERS, *backends.OPTIONAL)  # the fastest of them is the best peer
 PASS_NAMES = {"fwd": "Forward", "bwd": "Backward"}
 SHOWN_NAMES = {"memeff": "ours", "cudnn": "cuDNN", "fa4": "FA4"}
-RATIOS = {"over efficient": "ours / efficient", "worst": "worst cell", "over best": "ours / best peer"}
+RATIOS = {
+    "over efficient": "ours / efficient",
+    "worst": "worst cell",
+    "over best": "ours / best peer",
+}
 
 
 def columns(rows: Iterable[Row], ours: str = "memeff") -> dict[str, str]:
