@@ -286,7 +286,14 @@ def _rows_of_dots(
             axes.plot(list(found.values()), [y] * len(found), color=GRID[theme], linewidth=2.5)
         for peer, value in found.items():
             colour, marker = DOTS[peer]
-            axes.plot([value], [y], marker, color=COLOURS[theme][colour], markersize=6.5, gid=peer)
+            axes.plot(
+                [value],
+                [y],
+                marker,
+                color=COLOURS[theme][colour],
+                markersize=6.5,
+                gid=f"dot {peer}",
+            )
     first = dots[0]["values"]
     for peer, value in first.items():
         left = value == min(first.values())
