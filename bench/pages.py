@@ -1,8 +1,11 @@
-"""The generated parts of README.md (a short table) and docs/benchmarks.md (everything), made of the
-committed results alone; `python -m bench readme` writes them, a test compares."""
+"""The generated parts of README.md (a short table, the support matrix) and docs/benchmarks.md (all
+tables): made of the committed results and of the list of kernels alone. `python -m bench readme`
+writes them, a test compares."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from bench import end2end, report, shapes
 from bench.report import RESULTS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+BENCH, SUPPORT = "bench", "support"  # blocks: what stands between <!-- NAME:begin --> and its end
 SHOWN_SLOWER = 6  # cells named in docs/benchmarks.md, the worst first; a run lists all
 NOTHING = "No results are committed yet; `python -m bench run` writes them to `bench/results/`."
 MEANING = {
@@ -35,6 +38,16 @@ SHORT = {
     "varlen": "packed sequences",
     "decode": "decoding",
 }
+
+
+# Lines of the support matrix: what a reader calls the GPUs, and the compute capabilities they are.
+GPUS = {
+    "V100 (sm_70)": (70,),
+    "T4, RTX 20 (sm_75)": (75,),
+    "A100, RTX 30 and 40, L4, L40 (sm_80, 86, 89)": (80, 86, 89),
+    "H100, H200 (sm_90), and newer by PTX": (90,),
+}
+DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 
 def files_by_gpu(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
@@ -111,6 +124,42 @@ def readme_block(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts) if parts else NOTHING
 
 
+def kernels() -> list[Any]:
+    """The rows of csrc/kernels_rows.py, loaded by its file: csrc is no package."""
+    path = ROOT / "csrc" / "kernels_rows.py"
+    spec = importlib.util.spec_from_file_location("rows_of_pages", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return list(module.VARIANTS)
+
+
+def support_block(folder: Path = RESULTS) -> str:
+    """The matrix of GPUs and dtypes: "tensor cores" where a row of the list that computes in the
+    dtype's own precision has them, "SIMT" where those that do not are all there is."""
+    text = [f"| GPU | {' | '.join(DTYPES)} |", "|---|" + "---|" * len(DTYPES)]
+    rows = kernels()
+    for name, parts in GPUS.items():
+        cells = []
+        for dtype in DTYPES.values():
+            kinds = {
+                "SIMT"
+                if all(row.arch == "simt" for row in rows if _fits(row, dtype, sm))
+                else "tensor cores"
+                for sm in parts
+                if any(_fits(row, dtype, sm) for row in rows)
+            }
+            cells.append(" or ".join(sorted(kinds)) or "none")
+        text.append(f"| {name} | {' | '.join(cells)} |")
+    cpu = " PyTorch's kernels |" * len(DTYPES)
+    return "\n".join([*text, f"| CPU |{cpu}"])
+
+
+def _fits(row: Any, dtype: str, sm: int) -> bool:
+    return bool(row.dtype == dtype and row.math == "ieee" and row.min_sm <= sm <= row.max_sm)
+
+
 # ---- docs/benchmarks.md ----
 
 
@@ -176,28 +225,37 @@ def benchmarks_block(folder: Path = RESULTS) -> str:
 
 # ---- writing ----
 
-PAGES: dict[str, Callable[[Path], str]] = {
-    "README.md": readme_block,
-    "docs/benchmarks.md": benchmarks_block,
+PAGES: dict[str, dict[str, Callable[[Path], str]]] = {
+    "README.md": {SUPPORT: support_block, BENCH: readme_block},
+    "docs/benchmarks.md": {BENCH: benchmarks_block},
 }
 
 
-def with_block(text: str, block: str) -> str:
-    """A page with what stands between its markers made anew."""
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"the page has no {BEGIN} ... {END}; put these two lines where it belongs")
-    before, rest = text.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END, 1)[1]}"
+def cut(text: str, name: str) -> tuple[str, str, str]:
+    """A page as what stands before a block, the block, and what stands behind it."""
+    begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
+    if begin not in text or end not in text.split(begin, 1)[1]:
+        raise ValueError(f"the page lacks the lines {begin.strip()} and {end.strip()}")
+    before, rest = text.split(begin, 1)
+    block, after = rest.split(end, 1)
+    return before + begin, block, end + after
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """A page with one of its blocks made anew."""
+    before, _, after = cut(text, name)
+    return f"{before}{block}{after}"
 
 
 def stale(folder: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
     """{page: what it should be} of the pages that are not as the results say."""
     found = {}
-    for name, block in PAGES.items():
-        text = (root / name).read_text()
-        new = with_block(text, block(folder))
+    for page, blocks in PAGES.items():
+        text = new = (root / page).read_text()
+        for name, made in blocks.items():
+            new = with_block(new, name, made(folder))
         if new != text:
-            found[root / name] = new
+            found[root / page] = new
     return found
 
 

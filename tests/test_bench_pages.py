@@ -49,10 +49,10 @@ def test_blocks_of_results(tmp_path: Path) -> None:
     block = pages.benchmarks_block(tmp_path)
     assert block.count("| clients (5) | 1 | 1 |") == 2 and "\n\nBackward, x" in block
     assert block.count("Slower than PyTorch's memory-efficient kernel: 0 cells.") == 2
-    text = f"a\n{pages.BEGIN}\nold\n{pages.END}\nb\n"
-    assert pages.with_block(text, block) == f"a\n{pages.BEGIN}\n{block}\n{pages.END}\nb\n"
+    begin, end = "a\n<!-- bench:begin -->\n", "\n<!-- bench:end -->\nb\n"
+    assert pages.with_block(f"{begin}old{end}", "bench", block) == f"{begin}{block}{end}"
     with pytest.raises(ValueError, match="bench:begin"):
-        pages.with_block("a page without markers", block)
+        pages.with_block("a page without markers", "bench", block)
 
 
 def test_readme_says_where_we_lose(results: Path) -> None:
