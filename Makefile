@@ -18,7 +18,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc build_tools -name '*.h' -o 
 KEY := $(shell printf '%s' '$(TORCH) $(MEMEFF_CUDA_ARCHS) $(TORCH_CUDA_ARCH_LIST) $(MEMEFF_FAMILIES) $(MEMEFF_HOST_ONLY)' | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(KEY)
 
-.PHONY: demo train test gpu-test test-torch bench wheel lint format clean
+.PHONY: demo train test gpu-test test-torch bench docs wheel lint format clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -52,6 +52,11 @@ test-torch:
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench run $(ARGS)
+
+# The API reference, in docs/api; a warning of the tool, or a docstring that lacks something, fails.
+docs: $(INSTALLED)
+	$(PIP) $$($(BIN)/python build_tools/api_docs.py --requirement)
+	$(BIN)/python build_tools/api_docs.py
 
 wheel: | $(BIN)/python
 	$(PIP) build

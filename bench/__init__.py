@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench run | compare | host | readme` (see bench/__main__.py)."""
+"""Benchmarks: `python -m bench --help` lists the commands (bench/__main__.py)."""

@@ -1,4 +1,4 @@
-"""python -m bench run | compare | host | readme"""
+"""python -m bench run | compare | host | end2end | plot | readme"""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 from bench import backends, report, shapes
-
-README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def names(text: str) -> list[str]:
@@ -40,9 +38,10 @@ def parser() -> argparse.ArgumentParser:
         "--backends",
         type=names,
         default=list(backends.DEFAULT),
-        help="of memeff, memeff-<family>, memeff:<variant>, efficient, flash, cudnn, memeff-fixed "
-        "(memeff on fixed lengths of the flop of packed ones; varlen alone); default: the first "
-        "and the last four",
+        help="of memeff, memeff-<family> (such as memeff-chained), memeff:<variant>, efficient, "
+        "flash, cudnn, memeff-fixed (memeff on fixed lengths of the flop of packed ones; varlen "
+        "alone), fa4 (FlashAttention-4), flex (torch's flex_attention, compiled anew for each "
+        f"cell: slow to start); default: {','.join(backends.DEFAULT)}",
     )
     run.add_argument("--out", type=Path, help="folder (default: bench/results/<gpu>)")
     run.add_argument(
@@ -60,10 +59,31 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
     commands.add_parser("host", help="host cost of one small call, and of its pieces")
-    readme = commands.add_parser(
-        "readme", help="write the tables of README.md from the committed results"
+    whole = commands.add_parser(
+        "end2end", help="tokens/s and images/s of two whole models, with and without our kernels"
     )
-    readme.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    whole.add_argument("--models", type=names, default=["llama", "vit"], help="default: llama,vit")
+    whole.add_argument(
+        "--attention",
+        type=names,
+        default=["memeff", "efficient", "sdpa"],
+        help="of memeff, efficient (SDPA held to its memory-efficient kernel), sdpa (its choice)",
+    )
+    whole.add_argument("--size", choices=("full", "tiny"), default="full")
+    whole.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    whole.add_argument("--dtype", default="bf16", help="fp16, bf16 (default) or fp32")
+    whole.add_argument("--steps", type=int, default=10, help="timed steps of each (default: 10)")
+    whole.add_argument(
+        "--out", type=Path, help="file (default: bench/results/<gpu>/end2end.json; CPU: none)"
+    )
+    plot = commands.add_parser("plot", help="draw docs/figures from the committed results")
+    plot.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    plot.add_argument("--out", type=Path, help="folder (default: docs/figures)")
+    plot.add_argument("--png", action="store_true", help="PNG files beside the SVG files")
+    readme = commands.add_parser(
+        "readme", help="write the tables of README.md and docs/benchmarks.md from the results"
+    )
+    readme.add_argument("--check", action="store_true", help="only say whether they are up to date")
     return top
 
 
@@ -89,17 +109,25 @@ def main(arguments: list[str] | None = None) -> int:
             from bench.host import host
 
             return host()
-        old = README.read_text()
-        new = report.readme_text(old)
-        if options.check:
-            print(
-                "README.md is up to date"
-                if new == old
-                else "README.md is stale: run `python -m bench readme`"
+        if options.command == "end2end":
+            from bench.end2end import end2end
+
+            return end2end(
+                options.models,
+                options.attention,
+                options.size,
+                options.device,
+                options.dtype,
+                options.steps,
+                options.out,
             )
-            return int(new != old)
-        README.write_text(new)
-        return 0
+        if options.command == "plot":
+            from bench.plot import plot
+
+            return plot(options.out, options.png, options.check)
+        from bench.pages import write_pages
+
+        return write_pages(options.check)
     except (ValueError, OSError, ImportError) as problem:
         print(f"bench: {problem}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import peers
+from bench import newer_peers, peers
 from bench.shapes import Cell
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -17,7 +17,8 @@ PEERS = ("efficient", "flash", "cudnn")
 # Our kernel on the fixed-length problem of the same flop (Cell.fixed), beside packed sequences.
 FIXED = "memeff-fixed"
 DEFAULT = ("memeff", *PEERS, FIXED)
-LATER = {"fa4": "[clients]", "flex": "[clients]"}
+# Timed when asked for, where they are installed.
+OPTIONAL = newer_peers.NAMES
 WIDEST_PEER_K = 256  # flash and cuDNN take no wider head
 
 Gradients = tuple[Tensor, ...]  # of query, key, value, and of the bias where there is one
@@ -50,18 +51,33 @@ def is_ours(backend: str) -> bool:
     return backend == "memeff" or backend.startswith(("memeff-", "memeff:"))
 
 
+def families(which: str = "fwd") -> dict[str, Any]:
+    """{kernel family: its operator class} of one pass, as memeff_attn.dispatch lists them."""
+    from memeff_attn import dispatch
+
+    listed: Any = dispatch.ALL_FW_OPS if which == "fwd" else dispatch.ALL_BW_OPS
+    return {op.NAME.removesuffix("_bwd"): op for op in listed if "cuda" in op.SUPPORTED_DEVICES}
+
+
+def family_of(backend: str) -> str:
+    """The family that a name forces; empty where dispatch chooses, or one kernel is named."""
+    forced = backend.startswith("memeff-") and backend != FIXED
+    return backend.split("-", 1)[1] if forced else ""
+
+
 def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
     """Why this backend has no kernel for the cell on such a GPU; empty when it has one."""
-    if not is_ours(backend) and backend not in PEERS:
-        return (
-            f"not timed yet: comes with {LATER[backend]}" if backend in LATER else "unknown backend"
-        )
+    if not is_ours(backend) and backend not in (*PEERS, *OPTIONAL):
+        return "unknown backend"
     if backend == FIXED and cell.lens is None:
         return "stands beside packed sequences alone"
     if cell.decoding and which == "bwd":
         return "decoding has no backward pass"
     if is_ours(backend):
-        return ""
+        family = family_of(backend)
+        return f"no {which} kernels" if family and family not in families(which) else ""
+    if backend in OPTIONAL:
+        return newer_peers.not_served(backend, cell, sm)
     if backend == "efficient":
         return "no grouped heads (copies of the keys would be timed)" if cell.Hkv != cell.H else ""
     if sm < 80:
@@ -87,12 +103,16 @@ def _not_in_torch(backend: str, cell: Cell, which: str) -> str:
 
 
 def check_names(backends: list[str]) -> None:
+    """ValueError where a name is not known, or is that of a peer that is not installed."""
     for name in backends:
-        if name in LATER:
-            raise ValueError(f"the backend '{name}' is not timed yet: it comes with {LATER[name]}")
-        if not is_ours(name) and name not in PEERS:
-            known = ", ".join((*DEFAULT, "memeff-<family>", "memeff:<variant>"))
+        ours = [f"memeff-{family}" for family in families()]
+        if not is_ours(name) and name not in (*PEERS, *OPTIONAL):
+            known = ", ".join((*DEFAULT, *OPTIONAL, *ours, "memeff:<variant>"))
             raise ValueError(f"no backend '{name}'; there are {known}")
+        if family_of(name) and name not in ours:
+            raise ValueError(f"no kernel family '{family_of(name)}'; there are {', '.join(ours)}")
+        if name in OPTIONAL and (why := newer_peers.not_available(name)):
+            raise ValueError(f"the backend '{name}' is not available here: {why}")
 
 
 def make_call(
@@ -122,9 +142,8 @@ def _ours(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
         row = backend.split(":", 1)[1]
         op = dispatch.variant(row)
         op = (None, op) if issubclass(op, dispatch.AttentionBwOpBase) else op
-    elif "-" in backend and backend != FIXED:
-        family = backend.split("-", 1)[1].capitalize()
-        op = (getattr(dispatch, f"{family}FwOp"), getattr(dispatch, f"{family}BwOp"))
+    elif family := family_of(backend):
+        op = (families("fwd")[family], families("bwd").get(family))
     q, k, v, p = tensors.query, tensors.key, tensors.value, cell.p or 0.0
     call: Callable[..., Tensor] = memeff_attn.memory_efficient_attention
     if cell.decoding:
@@ -148,4 +167,5 @@ def _mask(cell: Cell, tensors: Tensors) -> Any:
 
 
 def _peer(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
-    return peers.forward(backend, cell, tensors)
+    module = newer_peers if backend in OPTIONAL else peers
+    return module.forward(backend, cell, tensors)

@@ -1,4 +1,4 @@
-"""What is made of result files: completeness, the summary table, comparisons, the README block."""
+"""What is made of result files: completeness, groups of cells, summary of a run, comparisons."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 from bench import backends, shapes
 
 RESULTS = Path(__file__).with_name("results")
-SHOWN_SLOWER = 6  # in README.md, the worst first; a run lists all
 NOISE = 0.03  # `compare` flags differences beyond this share
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 META = ("gpu", "sm", "driver", "clocks", "versions", "source_hash", "date")
 FIGURES = ("ms", "tflops", "gbps", "peak_mib", "err")
 
@@ -46,7 +44,7 @@ def problems(
     passes = head.get("passes", ())
     if not passes:
         found.append("meta names no passes")
-    found += [f"rows of {w}, which meta does not claim" for w in _passes_of(rows.values(), passes)]
+    found += [f"rows of {w}, which meta does not claim" for w in passes_of(rows.values(), passes)]
     timed = {_place(r) for r in rows.values()}
     for cell, which, backend in shapes.expected(name, passes, names, head["sm"]):
         row = rows.get(shapes.key(cell.row(which, backend)))
@@ -75,7 +73,7 @@ def _excused(row: Row, figure: str) -> bool:
     return figure == "err" and bool(row.get("unchecked")) and not backends.is_ours(row["backend"])
 
 
-def _passes_of(rows: Iterable[Row], but: Iterable[str] = ()) -> list[str]:
+def passes_of(rows: Iterable[Row], but: Iterable[str] = ()) -> list[str]:
     """The passes that rows are of, in order, without those of `but`."""
     seen = {r["pass"] for r in rows} - set(but)
     return [w for w in shapes.PASSES if w in seen]
@@ -94,10 +92,10 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, An
     differs = [f for f in SAME if before.get(f) != head.get(f)]
     if differs or before.get("stale"):
         why = ", ".join(differs) or "its module"
-        return dict(new), f"rows of {', '.join(_passes_of(others))}: {why} differ"
+        return dict(new), f"rows of {', '.join(passes_of(others))}: {why} differ"
     rows = sorted([*others, *new["rows"]], key=lambda r: shapes.PASSES.index(r["pass"]))
-    dates = {**dict.fromkeys(_passes_of(others), before["date"]), **before.get("dates", {})}
-    meta = {**head, "passes": _passes_of(rows), "dates": {**dates, **head["dates"]}}
+    dates = {**dict.fromkeys(passes_of(others), before["date"]), **before.get("dates", {})}
+    meta = {**head, "passes": passes_of(rows), "dates": {**dates, **head["dates"]}}
     return {"meta": meta, "rows": rows}, ""
 
 
@@ -150,15 +148,11 @@ def groups(
 def _line(cells: Sequence[Mapping[str, Row]], ours: str, unit: str) -> dict[str, Any]:
     """Of one group; a ratio is of the cells that the peer serves."""
     line: dict[str, Any] = {"cells": len(cells), "unit": unit}
-    for backend in (ours, *backends.PEERS):
+    for backend in (ours, *PEERS):
         if all(backend in of for of in cells):
-            line[backend] = geomean(_speed(of[backend], unit) for of in cells)
+            line[backend] = geomean(speed(of[backend], unit) for of in cells)
     over = [of["efficient"]["ms"] / of[ours]["ms"] for of in cells if "efficient" in of]
-    best = [
-        min(of[p]["ms"] for p in backends.PEERS if p in of) / of[ours]["ms"]
-        for of in cells
-        if any(p in of for p in backends.PEERS)
-    ]
+    best = [ratio for of in cells if (ratio := over_best(of, ours)) is not None]
     line["over efficient"], line["worst"] = geomean(over), min(over, default=math.nan)
     line["over best"] = geomean(best)
     fixed = backends.FIXED
@@ -168,37 +162,46 @@ def _line(cells: Sequence[Mapping[str, Row]], ours: str, unit: str) -> dict[str,
     return line
 
 
-def _speed(row: Row, unit: str) -> float:
+def over_best(of: Mapping[str, Row], ours: str = "memeff") -> float | None:
+    """Our speed over the fastest peer's in one cell; None where no peer serves it."""
+    times = [of[p]["ms"] for p in PEERS if p in of]
+    return min(times) / of[ours]["ms"] if times else None
+
+
+def speed(row: Row, unit: str) -> float:
     return float(row["tflops"] if unit == "TFLOP/s" else row["gbps"] / 1000)
 
 
-COLUMNS = ("memeff", *backends.PEERS, "over efficient", "worst", "over best")
-HEADS = (
-    "ours",
-    "efficient",
-    "flash",
-    "cuDNN",
-    "ours / efficient",
-    "worst cell",
-    "ours / best peer",
-)
+PEERS = (*backends.PEERS, *backends.OPTIONAL)  # the fastest of them is the best peer
 PASS_NAMES = {"fwd": "Forward", "bwd": "Backward"}
+SHOWN_NAMES = {"memeff": "ours", "cudnn": "cuDNN", "fa4": "FA4"}
+RATIOS = {
+    "over efficient": "ours / efficient",
+    "worst": "worst cell",
+    "over best": "ours / best peer",
+}
 
 
-RATIOS = ("over efficient", "worst", "over best")
+def columns(rows: Iterable[Row], ours: str = "memeff") -> dict[str, str]:
+    """{column of a group's line: its head}; peers that are timed on request where they were."""
+    timed = {row["backend"] for row in rows}
+    shown = [ours, *(p for p in PEERS if p in backends.PEERS or p in timed)]
+    heads = {name: SHOWN_NAMES.get(name, name) for name in shown}
+    return {**heads, ours: "ours", **RATIOS}
 
 
-def _figures(line: Mapping[str, Any], ours: str) -> list[str]:
-    shown = []
-    for column in (ours, *COLUMNS[1:]):
+def figures(line: Mapping[str, Any], shown: Iterable[str]) -> list[str]:
+    """The columns `shown` of a group's line, as text."""
+    texts = []
+    for column in shown:
         value = line.get(column, math.nan)
         digits = 0 if line["unit"] == "TFLOP/s" else 2
         text = f"{value:.2f}x" if column in RATIOS else f"{value:.{digits}f}"
-        shown.append("-" if math.isnan(value) else text)
-    return shown
+        texts.append("-" if math.isnan(value) else text)
+    return texts
 
 
-def _titled(group: str, line: Mapping[str, Any]) -> str:
+def titled(group: str, line: Mapping[str, Any]) -> str:
     return group if line["unit"] == "TFLOP/s" else f"{group}, {line['unit']}"
 
 
@@ -227,15 +230,16 @@ def summary(rows: Sequence[Row]) -> str:
     timed = [b for b in dict.fromkeys(r["backend"] for r in rows) if b != backends.FIXED]
     ours = [b for b in timed if backends.is_ours(b)]
     text = []
-    for which in _passes_of(rows):
+    for which in passes_of(rows):
         for name in ours:
             what = PASS_NAMES[which].lower()
             text.append(f"\n{name}: geometric means, TFLOP/s (useful flop), {what}")
-            text.append(f"{'':30}{'cells':>6}" + "".join(f"{h:>17}" for h in HEADS))
+            shown = columns(rows, name)
+            text.append(f"{'':30}{'cells':>6}" + "".join(f"{h:>17}" for h in shown.values()))
             table = groups(rows, name, which)
             for group, line in table.items():
-                figures = "".join(f"{v:>17}" for v in _figures(line, name))
-                text.append(f"{_titled(group, line):30}{line['cells']:>6}{figures}")
+                values = "".join(f"{v:>17}" for v in figures(line, shown))
+                text.append(f"{titled(group, line):30}{line['cells']:>6}{values}")
             text += [packed] if (packed := beside_fixed(table)) else []
             slow = slower(rows, name, which)
             text.append(f"slower than efficient, {what}: {len(slow)} cells")
@@ -243,7 +247,7 @@ def summary(rows: Sequence[Row]) -> str:
         if not ours:
             for name in timed:
                 for group, line in groups(rows, name, which).items():
-                    figure = _figures(line, name)[0]
+                    figure = figures(line, [name])[0]
                     text.append(f"{name:12} {which} {group:30} {figure:>8} {line['unit']}")
     return "\n".join(text)
 
@@ -284,8 +288,10 @@ def wrong(rows: Iterable[Row]) -> str:
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Rows of one file, or of every set's file in a folder."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    """Rows of one file, or of every set's file in a folder (whole models' are of another kind)."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(f for f in path.glob("*.json") if f.stem.split(".")[0] in shapes.SETS)
     return [row for f in files for row in json.loads(f.read_text())["rows"]]
 
 
@@ -313,58 +319,3 @@ def compare(first: Path, second: Path) -> tuple[str, int]:
     for backend, of in ratios.items():
         lines.append(f"{backend:12} {len(of):4} rows, time {geomean(of) - 1:+.1%} (geometric mean)")
     return "\n".join(lines), slower
-
-
-MEANING = {
-    "fwd": "geometric means in TFLOP/s of useful flop, and our speed over PyTorch's "
-    "memory-efficient kernel (mean, worst cell) and over the fastest peer of each cell; decoding "
-    "in TB/s of keys and values.",
-    "bwd": "the backward pass alone, counted as 2.5 times the forward's flop.",
-}
-
-
-def _readme_table(contents: Sequence[Mapping[str, Any]], which: str) -> list[str]:
-    claiming = [c for c in contents if which in c["meta"]["passes"]]
-    if not claiming:
-        return []
-    head = claiming[0]["meta"]
-    date = head.get("dates", {}).get(which, head["date"])[:10]
-    text = [
-        f"{PASS_NAMES[which]}, {head['gpu']}, torch {head['versions']['torch']}, {date}: "
-        f"{MEANING[which]}",
-        "",
-        "| cells | " + " | ".join(HEADS) + " |",
-        "|---|" + "---|" * len(HEADS),
-    ]
-    rows = [row for content in claiming for row in content["rows"]]
-    table = groups(rows, "memeff", which)
-    for group, line in table.items():
-        label = f"{_titled(group, line)} ({line['cells']})"
-        text.append(f"| {label} | " + " | ".join(_figures(line, "memeff")) + " |")
-    packed = beside_fixed(table)
-    slow = slower(rows, "memeff", which)
-    shown = [*slow[:SHOWN_SLOWER], *(["..."] if len(slow) > SHOWN_SLOWER else [])]
-    listed = f": {'; '.join(shown)}" if slow else ""
-    text += ["", f"Slower than PyTorch's memory-efficient kernel: {len(slow)} cells{listed}."]
-    return [*text, "", f"{packed}."] if packed else text
-
-
-def readme_block(folder: Path = RESULTS) -> str:
-    """The tables between the markers of README.md, made of the committed results alone."""
-    files = committed(folder)
-    if not files:
-        return (
-            "No results are committed yet; `python -m bench run` writes them to `bench/results/`."
-        )
-    tables = []
-    for gpu in dict.fromkeys(p.parent.name for p in files):
-        contents = [checked(p) for p in files if p.parent.name == gpu]
-        tables += [_readme_table(contents, which) for which in shapes.PASSES]
-    return "\n\n".join("\n".join(table) for table in tables if table)
-
-
-def readme_text(text: str, folder: Path = RESULTS) -> str:
-    """README.md with its block made anew."""
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    return f"{before}{BEGIN}\n{readme_block(folder)}\n{END}{after}"

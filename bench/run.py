@@ -52,14 +52,14 @@ def hash_of_sources() -> str:
 
 def versions() -> dict[str, str]:
     import memeff_attn
-    from memeff_attn import _C
 
+    module = memeff_attn.dispatch.native()[0]
     return {
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "cudnn": str(torch.backends.cudnn.version()),
         "memeff_attn": str(getattr(memeff_attn, "__version__", "")),
-        "memeff_cuda": _C.cuda_version(),
+        "memeff_cuda": module.cuda_version() if module is not None else "not compiled",
         "python": sys.version.split()[0],
     }
 
@@ -162,9 +162,9 @@ def run_cell(
     for name in names:
         try:
             calls[name], facts[name] = _first_call(name, which, problems[name])
-        except (RuntimeError, NotImplementedError, ValueError) as problem:
+        except Exception as problem:  # peers raise assertions and errors of their own
             if "CUDA error" in str(problem):
-                raise  # the context is lost
+                raise RuntimeError(str(problem)) from problem  # the context is lost
             failed[name] = (str(problem).strip() or "no message").splitlines()[0][:300]
     medians = dict(zip(calls, timer.medians(list(calls.values())), strict=True))
     result = []
@@ -269,6 +269,7 @@ def run(
         rows: list[dict[str, Any]] = []
         if not crash:
             rows, crash = run_set(cells, passes, names, head["sm"], timer, deadline, progress)
+        progress.clear()
         problems = write(folder, name, head, rows, passes)
         status |= bool(problems) or any(
             "wrong" in r and backends_module.is_ours(r["backend"]) for r in rows

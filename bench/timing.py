@@ -53,6 +53,12 @@ class Progress:
                 flush=True,
             )
 
+    def clear(self) -> None:
+        """Takes the bar away before something else is printed; the next step draws it again."""
+        if self.terminal and self.done < self.total:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
 
 class Timer:
     """Times several callables on the current device, in turns."""

@@ -75,6 +75,7 @@ def _variants(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
+    """Prints the report."""
     print("\n".join(lines()))
 
 

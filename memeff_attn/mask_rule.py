@@ -107,9 +107,9 @@ def mask_rule(
 ) -> MaskRule:
     """The normal form of what a user may pass as attn_bias, for these inputs.
 
+    Memory: views only; nothing is read from the device.
     Raises: ValueError where the mask and the inputs disagree: batch size, totals, device, the
         tensor's shape; TypeError for what is no mask.
-    Memory: views only; nothing is read from the device.
     """
     if isinstance(attn_bias, MaskRule):
         return attn_bias

@@ -113,8 +113,9 @@ def eager(
     """softmax(scale * Q K^T + bias) V in plain PyTorch, every step in the inputs' dtype: what a
     user would write.
 
-    Shapes, Args: as `memory_efficient_attention`.
+    Shapes: as `memory_efficient_attention`.
     Dtypes: that of the query, results too.
+    Args: as there.
     Memory: O(B * H * M * N), on purpose.
     Numerics: rounds after each step; a query that sees no key gives 0.
     Raises: ValueError where shapes disagree.

@@ -61,8 +61,8 @@ def test_cells_with_features() -> None:
     "arguments",
     [
         ["--pass", "sideways"],
-        ["--backends", "fa4"],
         ["--backends", "nothing"],
+        ["--backends", "memeff-nothing"],
         ["--set", "nothing"],
     ],
 )
@@ -216,21 +216,6 @@ def test_summary_ratios(which: str) -> None:
     text = report.summary(content["rows"])
     assert f"slower than efficient, {report.PASS_NAMES[which].lower()}: 0 cells" in text
     assert f"slower than efficient, {report.PASS_NAMES[other].lower()}: 8 cells" in text
-
-
-def test_readme_block_of_results(tmp_path: Path) -> None:
-    folder = tmp_path / "h200"
-    folder.mkdir()
-    (folder / "clients.json").write_text(report.dumps(result("clients", passes=("fwd",))))
-    block = report.readme_block(tmp_path)
-    assert "| clients (5) | 1 | 1 |" in block and block.startswith("Forward, x")
-    assert "Backward, " not in block
-    (folder / "clients.json").write_text(report.dumps(result("clients")))
-    block = report.readme_block(tmp_path)
-    assert block.count("| clients (5) | 1 | 1 |") == 2 and "\n\nBackward, x" in block
-    assert block.count("Slower than PyTorch's memory-efficient kernel: 0 cells.") == 2
-    text = f"a\n{report.BEGIN}\nold\n{report.END}\nb\n"
-    assert report.readme_text(text, tmp_path) == f"a\n{report.BEGIN}\n{block}\n{report.END}\nb\n"
 
 
 def tensors_of(cell: shapes.Cell) -> backends.Tensors:
@@ -472,7 +457,10 @@ def test_run_keeps_what_it_has_when_cuda_fails(
     assert "illegal address" in capsys.readouterr().out
 
 
-def test_run_says_what_is_wrong(cpu_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_says_what_is_wrong(
+    cpu_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "families", lambda which="fwd": {"wrong": None})
     names = ",".join([*backends.DEFAULT, "memeff-wrong"])
     assert main(["run", "--set", "features", "--out", str(cpu_run), "--backends", names]) == 1
     text = capsys.readouterr().out

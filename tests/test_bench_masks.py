@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_bench import META, StubTimer, result, tensors_of
 
-from bench import backends, oracle, peers, report, shapes
+from bench import backends, oracle, pages, peers, report, shapes
 from bench.__main__ import main
 
 LENS = (5, 33, 1, 20)
@@ -264,7 +264,7 @@ def test_summary_of_masks(tmp_path: Path) -> None:
     for name, content in contents.items():
         assert report.problems(content, name) == []
         (folder / f"{name}.json").write_text(report.dumps(content))
-    block = report.readme_block(tmp_path)
+    block = pages.benchmarks_block(tmp_path)
     assert "| varlen (1) | 228 | 228 | 228 | - | 1.00x | 1.00x | 1.00x |" in block
     assert "| varlen causal (1) | 228 |" in block
     assert "| decode, TB/s (4) | 3.90 | - | 3.00 | 4.00 | 1.00x | 1.00x | 1.00x |" in block

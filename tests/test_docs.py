@@ -16,7 +16,7 @@ for folder in (str(ROOT), str(ROOT / "csrc")):
     if folder not in sys.path:
         sys.path.append(folder)
 
-from bench import report  # noqa: E402
+from bench import pages, plot, report  # noqa: E402
 
 README = ROOT / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,7 +57,8 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_exist(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *pictures]:
         if target.startswith(("http://", "https://", "mailto:")):
             continue
         file, _, anchor = target.partition("#")
@@ -90,6 +91,22 @@ def test_map_of_the_code_is_complete() -> None:
         assert relative in named or relative.startswith("common/"), f"{relative} is not in the map"
     missing = [n for n in named if not (ROOT / "csrc" / n).exists()]
     assert not missing, f"the map names {missing}"
+
+
+def test_every_kernel_is_drawn() -> None:
+    """docs/design.md has a diagram in the section of each kernel."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    sections = dict(re.findall(r"^#{2,3} ([^\n]+)\n(.*?)(?=^#{2,3} |\Z)", text, re.M | re.S))
+    drawn = {
+        "The forward kernel",
+        "Parts of the keys and their merge",
+        "The backward kernels",
+        "One step of the loop",
+        "Gradient of the bias",
+        "Short sequences",
+    }
+    for name in drawn:
+        assert "```" in sections[name] and "->" in sections[name], f"no diagram in {name!r}"
 
 
 def variants() -> list[Any]:
@@ -129,15 +146,30 @@ def test_support_matrix_is_that_of_the_variant_list() -> None:
     assert seen == set(PARTS.values())
 
 
-def test_readme_numbers_are_the_committed_results() -> None:
-    text = README.read_text()
-    before, rest = text.split(report.BEGIN)
-    block, after = rest.split(report.END)
-    assert block.strip() == report.readme_block(), "stale table: run `python -m bench readme`"
-    loose = FIGURE.findall(before + after)
-    assert not loose, f"figures outside the checked table: {loose}"
+def test_numbers_on_pages_are_the_committed_results() -> None:
+    stale = [path.name for path in pages.stale()]
+    assert not stale, f"stale tables in {stale}: run `python -m bench readme`"
+    for name in pages.PAGES:
+        before, _, after = pages.cut((ROOT / name).read_text(), pages.BENCH)
+        loose = FIGURE.findall(before + after)
+        assert not loose, f"figures outside the checked table of {name}: {loose}"
     if not report.committed():
         pytest.skip("no results are committed, so there is no number to compare")
+
+
+def test_figures_draw_the_committed_results() -> None:
+    data, missing = plot.data_of()
+    assert data or "no results in" in missing[0]
+    stale = plot.stale(data)
+    assert not stale, f"{stale}: run `python -m bench plot`"
+
+
+def test_readme_is_short_and_says_where_we_lose() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) < 150
+    if report.committed():
+        assert "Where we lose: forward, slower than the fastest peer in" in text
+    assert "docs/figures/" in text and "docs/limits.md" in text
 
 
 def test_no_document_names_this_machine() -> None:
