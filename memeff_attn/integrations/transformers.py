@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,11 @@ def register_transformers(name: str = "memeff", *, dense_masks: bool = False) ->
             "its own. Pass another, such as 'memeff'."
         )
     transformers = _transformers()
-    mask: Callable[..., Any] = visible_keys
-    if dense_masks:
-        mask = functools.partial(visible_keys, dense=True)
+    # Not looked up when a mask is made: torch.compile traces no import.
+    masking = importlib.import_module("transformers.masking_utils")
+    make_mask = _dense if dense_masks else visible_keys
     transformers.AttentionInterface.register(name, attention)
-    transformers.AttentionMaskInterface.register(name, mask)
+    transformers.AttentionMaskInterface.register(name, functools.partial(make_mask, masking))
 
 
 def transformers_calls(*, reset: bool = False) -> Calls:
@@ -118,7 +118,11 @@ class VisibleKeys:
 
     window: None (every key) or a mask of memeff_attn.attn_bias without a tensor.
     padding: bool [B, N], True = visible, or None.
+    ndim: 4, as of the tensor [B, 1, M, N] that it stands for: generate() makes masks of static
+        caches before it calls the model, which is then to take them for finished ones.
     """
+
+    ndim = 4
 
     def __init__(self, window: AttentionBias | None, padding: Tensor | None) -> None:
         self.window = window
@@ -173,17 +177,20 @@ def hidden_where(visible: Tensor, bias: Tensor) -> Tensor:
     return torch.where(visible, bias, -math.inf)
 
 
-def visible_keys(*given: Any, dense: bool = False, **named: Any) -> VisibleKeys | Tensor | None:
-    """The mask function registered with transformers; arguments as its own `sdpa_mask`.
+def visible_keys(masking: Any, *given: Any, **named: Any) -> VisibleKeys | Tensor | None:
+    """The mask function registered with transformers; masking: its module of masks; the other
+    arguments as its own `sdpa_mask`.
 
     None where transformers' own would be, and the layer's is_causal then says all; VisibleKeys
     where the rule is known: causal, sliding window, all keys, each with padding; else bool
     [B, 1, M, N] from transformers.
     """
-    masking = importlib.import_module("transformers.masking_utils")
+    finished = named.get("attention_mask")
+    if isinstance(finished, VisibleKeys):
+        return finished
     queries, keys, offset = (named.get(name) for name in ("q_length", "kv_length", "q_offset"))
     # A tensor is the offset of a static cache: nothing is to read it.
-    if dense or given or not type(queries) is type(keys) is type(offset) is int:
+    if given or not type(queries) is type(keys) is type(offset) is int:
         return _dense(masking, *given, **named)
     window = _window_of(named.get("mask_function"), masking)
     if window is None or not named.get(_CAUSAL_SKIP if window[1] == 0 else _BIDIRECTIONAL_SKIP):
