@@ -39,7 +39,7 @@ MODELS = {
     "vit_small_patch14_reg4_dinov2": {"depth": 2},
     "eva02_tiny_patch14_224": {"depth": 2},
     "beit_base_patch16_224": {"depth": 2, "embed_dim": 96, "num_heads": 3},
-    "swin_tiny_patch4_window7_224": {"depths": (1, 2, 1, 1)},
+    "swin_tiny_patch4_window7_224": {"depths": (1, 2, 1, 1), "drop_path_rate": 0.0},
 }
 SIZE = 112
 
