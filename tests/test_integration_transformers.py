@@ -4,6 +4,7 @@ each of them, and what it refuses. Whole models: test_client_transformers.py."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -25,6 +26,12 @@ transformers = pytest.importorskip(
     "transformers", minversion="5", reason="needs transformers 5 or newer (pip install -e .[test])"
 )
 masking = importlib.import_module("transformers.masking_utils")
+if "q_offset" not in inspect.signature(masking.sdpa_mask).parameters:
+    pytest.skip(
+        f"transformers {transformers.__version__} makes masks of cache positions: there "
+        "register_transformers leaves all of them to it, as tensors (test_client_transformers.py)",
+        allow_module_level=True,
+    )
 
 B, H, HKV, K = 2, 4, 2, 16
 

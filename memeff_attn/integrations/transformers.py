@@ -134,10 +134,8 @@ class VisibleKeys:
         """As memory_efficient_attention takes it; position_bias is added to the scores."""
         bias, window = position_bias, self.window
         if self.padding is not None:
-            padding = self.padding.to(query.device)
-            if window is None and bias is None:
-                return KeyPaddingMask(padding)
-            seen = padding[:, None, None, :]
+            # A tensor, and no KeyPaddingMask: torch's CPU kernel takes it.
+            seen = self.padding.to(query.device)[:, None, None, :]
             bias = seen if bias is None else hidden_where(seen, bias)
         if window is None or bias is None:
             return bias if window is None else window
