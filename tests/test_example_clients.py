@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -28,6 +29,10 @@ def load(name: str) -> ModuleType:
 def test_it_runs(device: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], minversion="5", reason="needs transformers 5 or newer")
+    if name == "t5_bias":
+        modeling = importlib.import_module("transformers.models.t5.modeling_t5")
+        if not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+            pytest.skip("T5 of this transformers has its attention built in: the example says so")
     integrations.transformers_calls(reset=True)
     integrations.sdpa_calls(reset=True)
     code = load(name).main(device)
@@ -41,3 +46,13 @@ def test_it_runs(device: str, name: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_short(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+
+
+def test_the_code_of_the_documentation_runs() -> None:
+    text = (EXAMPLES.parent / "docs" / "integrations.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 1
+    integrations.sdpa_calls(reset=True)
+    exec(compile(blocks[0], "docs/integrations.md", "exec"), {})
+    shown = re.search(r"# (Calls\(.*\))", blocks[0])
+    assert shown is not None and repr(integrations.sdpa_calls()) == shown.group(1)
