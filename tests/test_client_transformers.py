@@ -120,7 +120,7 @@ def batch_of(client: Client, device: str, side: str) -> dict[str, Tensor]:
 
 
 def run(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Logits where a token is, the loss, and the gradient of every weight; for each projection of
+    """Logits where a token is, and the gradient of every weight by the loss; for each projection of
     keys the size of what a gradient of its bias sums."""
     found: dict[str, Tensor] = {}
 
@@ -136,7 +136,7 @@ def run(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     result = model.train()(**batch)
     result.loss.backward()
     seen = (batch["labels"] != -100)[..., None]
-    found |= {"logits": result.logits.detach() * seen, "loss": result.loss.detach()[None]}
+    found["logits"] = result.logits.detach() * seen
     return found | {
         name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
     }
@@ -147,7 +147,7 @@ def compare(label: str, mine: dict[str, Tensor], *others: dict[str, Tensor]) -> 
     arithmetic (one number added to all scores of a query changes nothing): its terms count."""
     checker = Checker()
     for name in [name for name in mine if not name.endswith(", terms")]:
-        factors = FORWARD if name in ("logits", "loss") else GRADIENT
+        factors = FORWARD if name == "logits" else GRADIENT
         size = others[0].get(f"{name}, terms")
         figures = [x[name] for x in (mine, *others)]
         checker.close(f"{label} {name}", *figures, factors=factors, terms=size)
