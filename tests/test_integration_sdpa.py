@@ -288,24 +288,27 @@ def outcome(function: Callable[..., Tensor], *given: Tensor, **rest: Any) -> Ten
         return str(error)
 
 
-def test_what_is_wrong_is_left_to_torch(device: str) -> None:
-    """Its error, or what it makes of it: a mask with is_causal is either, by device and version."""
+def test_what_does_not_go_together_is_left_to_torch(device: str) -> None:
+    """Its error, or what it makes of it: of a mask with is_causal, say, either, by device and
+    version."""
     q, k, v = (torch.randn(2, 4, 5, 16, device=device) for _ in range(3))
     mask = torch.zeros(5, 5, device=device)
     wrong: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
         ((q, k, v, mask), {"is_causal": True}, "together"),
         ((q, k[:, :2], v[:, :2]), {}, "heads"),
+        ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}, "heads"),
+        ((q, k[:, :2], v), {"enable_gqa": True}, "heads"),
         ((q, k.half(), v), {}, "dtypes"),
         ((q, k, v, mask[:3]), {}, "does not broadcast"),
         ((q, k, v), {"dropout_p": 1.5}, "0 to 1"),
     ]
-    for i, (given, rest, reason) in enumerate(wrong):
+    for given, rest, reason in wrong:
         torchs = outcome(TORCH, *given, **rest)
         with integrations.activate_sdpa():
             ours = outcome(functional.scaled_dot_product_attention, *given, **rest)
         assert reason in integrations.sdpa_calls().last_refusal
         if isinstance(torchs, Tensor):
-            assert i == 0 and isinstance(ours, Tensor) and torch.equal(ours, torchs)
+            assert isinstance(ours, Tensor) and torch.equal(ours, torchs)
         else:
             assert ours == torchs
     assert integrations.sdpa_calls()[:2] == (0, len(wrong))
