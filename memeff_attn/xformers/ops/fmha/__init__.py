@@ -341,9 +341,9 @@ def _explained(run: Callable[[], _Result], inp: Inputs, needs_gradient: bool) ->
 
 def _check_pair(inp: Inputs, forward: Any, backward: Any) -> None:
     """ValueError where the named operators do not go together."""
-    if backward is None:
+    if forward is None or backward is None:
         return
-    known: Any = (forward or memeff.default(inp)).BACKWARD
+    known: Any = forward.BACKWARD
     if inp.p != 0.0 and backward.NAME != known.NAME:
         raise ValueError(
             f"Specified op_bw={backward.NAME}, but with dropout the forward op can only run with "
@@ -351,8 +351,7 @@ def _check_pair(inp: Inputs, forward: Any, backward: Any) -> None:
         )
     bias = inp.attn_bias
     if (
-        forward is not None
-        and isinstance(bias, VARLEN_BIASES)
+        isinstance(bias, VARLEN_BIASES)
         and bias.q_seqinfo.seqstart.shape[0] > 2
         and forward.VARLEN_LSE_PACKED != backward.VARLEN_LSE_PACKED
     ):

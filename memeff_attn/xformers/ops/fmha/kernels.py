@@ -23,6 +23,7 @@ from ....inputs import Inputs as KernelInputs
 from .common import AttentionBwOpBase, AttentionFwOpBase
 from .inputs import Bias, Context, Gradients, Inputs, _attn_bias_apply
 
+QUANTISED = "quantised keys and values are not supported: dequantise them"
 PAD = 32  # rows; clients of the padded form slice [:, :, :M]
 
 
@@ -80,6 +81,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _in_dtype(inp: Inputs, output_dtype: torch.dtype) -> Inputs:
     """The inputs whose output can be rounded once to `output_dtype`: themselves, or float32."""
+    if inp._quantized:
+        raise NotImplementedError(QUANTISED)
     if output_dtype == inp.query.dtype or inp.query.dtype == torch.float32:
         return inp
 
@@ -146,9 +149,11 @@ def gradients(inp: Inputs, grad: Tensor, out: Tensor, lse: Tensor, seed: Any) ->
 
 
 def reasons(inp: Inputs, backward: bool) -> list[str]:
-    """What memeff_attn's kernels on a GPU have against the inputs."""
-    if inp.key.dtype == torch.int32:
-        return ["quantised keys and values are not supported: dequantise them"]
+    """What memeff_attn has against the inputs; of its kernels' reasons those on a GPU."""
+    if inp._quantized:
+        return [QUANTISED]
+    if inp.device.type != "cuda":
+        return []
     if not (inp.query.dtype == inp.key.dtype == inp.value.dtype):
         return []  # autocast will cast them
     given = KernelInputs(
@@ -186,7 +191,7 @@ class OnKernelsFw(AttentionFwOpBase):
     @classmethod
     def not_supported_reasons(cls, d: Inputs) -> list[str]:
         found = super().not_supported_reasons(d)
-        return found if found or d.device.type != "cuda" else reasons(d, False)
+        return found or reasons(d, False)
 
 
 class OnKernelsBw(AttentionBwOpBase):
@@ -201,4 +206,4 @@ class OnKernelsBw(AttentionBwOpBase):
     @classmethod
     def not_supported_reasons(cls, d: Inputs) -> list[str]:
         found = super().not_supported_reasons(d)
-        return found if found or d.device.type != "cuda" else reasons(d, True)
+        return found or reasons(d, True)
