@@ -49,6 +49,17 @@ def _attn_bias_apply(attn_bias: Bias, op: Callable[[Tensor], Tensor]) -> Bias:
     return attn_bias
 
 
+def _grouped(bias: Tensor, query: Tensor) -> Tensor:
+    """A bias [B, G * H, M, N] beside a 5-D query as a view [B, G, H, M, N]: diffusers passes such
+    with shared heads."""
+    if bias.dim() != 4 or query.dim() != 5:
+        return bias
+    groups, heads = query.shape[2:4]
+    if bias.shape[1] == 1:
+        return bias.unsqueeze(1)
+    return bias.unflatten(1, (groups, heads)) if bias.shape[1] == groups * heads else bias  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class Inputs:
     """The arguments of one call.
@@ -187,7 +198,7 @@ class Inputs:
             return
         expected = bias_shape(self.query, self.key)
         try:
-            found = bias_of_rank(bias, self.query).shape
+            found = bias_of_rank(_grouped(bias, self.query), self.query).shape
         except ValueError:
             found = bias.shape
         if len(found) != len(expected) or any(

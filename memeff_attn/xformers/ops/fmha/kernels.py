@@ -21,7 +21,7 @@ from ....attn_bias import VARLEN_BIASES, bias_of_rank
 from ....dropout import new_seed
 from ....inputs import Inputs as KernelInputs
 from .common import AttentionBwOpBase, AttentionFwOpBase
-from .inputs import Bias, Context, Gradients, Inputs, _attn_bias_apply
+from .inputs import Bias, Context, Gradients, Inputs, _attn_bias_apply, _grouped
 
 QUANTISED = "quantised keys and values are not supported: dequantise them"
 PAD = 32  # rows; clients of the padded form slice [:, :, :M]
@@ -79,10 +79,19 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow.to(dtype).expand(x.shape)
 
 
+def _with_groups(inp: Inputs) -> Inputs:
+    """The inputs whose bias has the query's groups."""
+    bias = inp.attn_bias
+    if inp.query.dim() != 5 or not isinstance(bias, Tensor) or bias.dim() != 4:
+        return inp
+    return dataclasses.replace(inp, attn_bias=_grouped(bias, inp.query))
+
+
 def _in_dtype(inp: Inputs, output_dtype: torch.dtype) -> Inputs:
     """The inputs whose output can be rounded once to `output_dtype`: themselves, or float32."""
     if inp._quantized:
         raise NotImplementedError(QUANTISED)
+    inp = _with_groups(inp)
     if output_dtype == inp.query.dtype or inp.query.dtype == torch.float32:
         return inp
 
@@ -131,9 +140,10 @@ def attend_with_lse(
 def gradients(inp: Inputs, grad: Tensor, out: Tensor, lse: Tensor, seed: Any) -> Gradients:
     """Of `grad`; lse in memeff_attn's form."""
     dtype, bias = inp.query.dtype, inp.attn_bias
+    inp = _with_groups(inp)
     grad, out = grad.to(dtype), out.to(dtype)
     if isinstance(bias, Tensor) and bias.requires_grad and bias.dtype != torch.bool:
-        ranked = bias_of_rank(bias.detach(), inp.query)
+        ranked = bias_of_rank(_grouped(bias.detach(), inp.query), inp.query)
         tf32 = dtype == torch.float32 and dispatch.tf32_allowed()
         with torch.no_grad():
             dq, dk, dv, db = backward_op.backward(
@@ -143,7 +153,16 @@ def gradients(inp: Inputs, grad: Tensor, out: Tensor, lse: Tensor, seed: Any) ->
         return Gradients(dq, dk, dv, db.view(bias.shape))
     return Gradients(
         *attention.memory_efficient_attention_backward(
-            grad, out, lse, inp.query, inp.key, inp.value, bias, inp.p, inp.scale, seed=seed
+            grad,
+            out,
+            lse,
+            inp.query,
+            inp.key,
+            inp.value,
+            inp.attn_bias,
+            inp.p,
+            inp.scale,
+            seed=seed,
         )
     )
 
@@ -156,6 +175,7 @@ def reasons(inp: Inputs, backward: bool) -> list[str]:
         return []
     if not (inp.query.dtype == inp.key.dtype == inp.value.dtype):
         return []  # autocast will cast them
+    inp = _with_groups(inp)
     given = KernelInputs(
         inp.query, inp.key, inp.value, inp.attn_bias, inp.p, inp.scale, None, inp.is_partial
     )
