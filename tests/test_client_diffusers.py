@@ -68,3 +68,17 @@ def test_dispatcher(device: str, name: str) -> None:
     for found in rows.values():
         assert found["calls"] == 1
         within(found)
+
+
+def test_example(tmp_path: Path) -> None:
+    if importlib.util.find_spec("diffusers") is None:
+        pytest.skip("diffusers is not installed: pip install diffusers")
+    script = xformers_shim.ROOT / "examples" / "diffusers_unet.py"
+    assert len(script.read_text().splitlines()) < 60
+    done = subprocess.run(
+        [sys.executable, str(script), "--steps", "1"],
+        env=xformers_shim.environment(tmp_path), capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    last = done.stdout.splitlines()[-1]
+    assert xformers_shim.version() in last and float(last.split()[-1]) < 1e-2, done.stdout
