@@ -12,8 +12,9 @@ from tolerance import Checker
 from torch import Tensor
 
 import memeff_attn
-from memeff_attn import reference
+from memeff_attn import dropout, reference
 from memeff_attn.xformers import ops as xops
+from memeff_attn.xformers import rand_uniform
 from memeff_attn.xformers.ops import fmha
 from memeff_attn.xformers.ops.fmha import kernels, merge_training
 
@@ -472,3 +473,21 @@ def test_named_cutlass_on_the_gpu() -> None:
     out = xops.memory_efficient_attention(q, k, v, op=xops.MemoryEfficientAttentionCutlassOp)
     assert fmha.cutlass.FwOp.supports(fmha.Inputs(q, k, v))
     assert torch.equal(out, memeff_attn.memory_efficient_attention(q, k, v))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-6, 0.3, 0.5, 0.7, 0.999999, 1.0])
+def test_numbers_behind_dropout(device: str, p: float) -> None:
+    """u > p exactly where the call with torch's seed keeps a weight: V = 1 shows the mask."""
+    rand_uniform.register()
+    shape = (2, 3, 20, 33)
+    torch.manual_seed(5)
+    u = torch.ops.xformers._cutlass_rand_uniform(p, torch.empty(shape, device=device))
+    assert u.dtype == torch.float32 and float(u.min()) > 0 and float(u.max()) < 1
+    torch.manual_seed(5)
+    seed = dropout.new_seed(device)
+    assert torch.equal(u > p, dropout.dropout_mask(seed, p, *shape))
+    q, k = (torch.zeros(2, n, 3, 8, device=device) for n in (20, 33))
+    v = torch.eye(33, device=device)[None, :, None].expand(2, -1, 3, -1)
+    torch.manual_seed(5)
+    out = xops.memory_efficient_attention(q, k, v, p=p)
+    assert torch.equal(out.movedim(2, 1) > 0, u > p)

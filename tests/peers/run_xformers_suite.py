@@ -5,6 +5,7 @@
     python tests/peers/run_xformers_suite.py CHECKOUT --shard 1/3 -n 4 a third, in four processes
     python tests/peers/run_xformers_suite.py CHECKOUT --collect-only --capability 9.0    counts
     python tests/peers/run_xformers_suite.py CHECKOUT --pack files.tgz  the four files, to carry
+    python tests/peers/run_xformers_suite.py CHECKOUT --old-dropout     see below
 
 CHECKOUT is a clone of github.com/facebookresearch/xformers (bare or not; the files are taken from
 commit bed3978b, the last one with its own attention), or a folder that holds the four files, as
@@ -17,6 +18,10 @@ Tolerances are xFormers' own numbers, on the operator classes; they are printed,
 tests/test_xformers_surface.py pins them. Tests of other backends (ROCm, Triton and fp8 kernels,
 Flash-Attention's) are deselected by name; --with-named-ops keeps those that name such an operator
 for inputs that memeff_attn's kernels serve under that name.
+
+--old-dropout: the dropout tests of the suite of 2024 (commit 3d947a67~1, the last one that had some
+for the CUTLASS operator); a folder then holds the files of that commit. They rebuild the mask from
+torch.ops.xformers._cutlass_rand_uniform, which memeff_attn.xformers.rand_uniform provides.
 
 Without a GPU only the tests of masks run; --on-cpu draws the whole grid for CPU tensors, which says
 that the interface is right and nothing of the kernels.
@@ -49,7 +54,9 @@ FILES = (
     "tests/test_fmha_merge_attentions.py",
     "xformers/attn_bias_utils.py",
 )
-TESTS = (FILES[0], FILES[2])
+MERGE = FILES[2]
+OLD_COMMIT = "3d947a67~1"
+OLD_TESTS = "test_dropout and not test_dropout_backward_ck"
 # Substrings of test names. Never "ck": test_backward and BlockDiagonal hold it.
 OTHER_BACKENDS = (
     "dropout_ck",
@@ -78,6 +85,19 @@ for _mask in attn_bias.MASKS:
     _mask.__module__ = "xformers.ops.fmha.attn_bias"
 '''
 
+# Names of 2024 that the old files import: a class that nothing is, an operator that is not there.
+OLD_SHIM = """\
+
+from types import SimpleNamespace as _Names
+
+from memeff_attn.xformers import rand_uniform
+from memeff_attn.xformers.ops import fmha as _fmha
+
+rand_uniform.register()
+_fmha.attn_bias.AttentionBiasSubTensor = type("AttentionBiasSubTensor", (), {})
+_fmha.ck_decoder = _Names(FwOp=type("FwOp", (_fmha.ck_splitk.FwOp,), {"NAME": "ck_decoderF"}))
+"""
+
 
 def fail(text: str) -> None:
     sys.exit(f"run_xformers_suite.py: {text}")
@@ -90,10 +110,10 @@ def is_git(path: Path) -> bool:
     return (path / ".git").exists() or ((path / "objects").is_dir() and (path / "refs").is_dir())
 
 
-def read_files(checkout: Path, commit: str) -> dict[str, bytes]:
-    """The four files by their path in the repository."""
+def read_files(checkout: Path, commit: str, names: Sequence[str]) -> dict[str, bytes]:
+    """The files by their path in the repository."""
     found = {}
-    for name in FILES:
+    for name in names:
         places = [checkout / name, checkout / Path(name).name]
         if is_git(checkout):
             done = subprocess.run(
@@ -123,14 +143,14 @@ def pack(files: dict[str, bytes], out: Path) -> None:
     print(f"{out}: {', '.join(Path(name).name for name in files)}")
 
 
-def build(folder: Path, files: dict[str, bytes]) -> None:
+def build(folder: Path, files: dict[str, bytes], old: bool) -> None:
     """folder/tests and folder/shim/xformers, and scipy where it is missing."""
     for name, content in files.items():
         path = folder / ("shim" if name.startswith("xformers/") else "") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     (folder / "tests" / "__init__.py").touch()
-    (folder / "shim" / "xformers" / "__init__.py").write_text(SHIM)
+    (folder / "shim" / "xformers" / "__init__.py").write_text(SHIM + OLD_SHIM * old)
     (folder / "pytest.ini").write_text("[pytest]\n")
     try:
         import scipy.stats  # noqa: F401
@@ -139,7 +159,7 @@ def build(folder: Path, files: dict[str, bytes]) -> None:
         place.mkdir()
         (place / "__init__.py").touch()
         shutil.copy(PEERS / "scipy_stats.py", place / "stats.py")
-        print("scipy is not installed: tests/peers/scipy_stats.py stands in for its binomtest")
+        print("scipy is not installed: tests/peers/scipy_stats.py stands in for its binomial test")
 
 
 # ---- processes ----
@@ -156,7 +176,8 @@ def environment(folder: Path, on_cpu: bool = False) -> dict[str, str]:
 def command(folder: Path, expression: str, extra: Sequence[str]) -> list[str]:
     pytest = [sys.executable, "-m", "pytest", "-p", "xformers_suite_plugin", "-q", "--tb=short"]
     pytest += ["-p", "no:cacheprovider", "--rootdir", str(folder), "-c", str(folder / "pytest.ini")]
-    return [*pytest, "-k", expression, *extra, *(str(folder / name) for name in TESTS)]
+    tests = sorted((folder / "tests").glob("test_*.py"))
+    return [*pytest, "-k", expression, *extra, *map(str, tests)]
 
 
 def count(folder: Path, expression: str, env: dict[str, str]) -> int:
@@ -297,7 +318,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--commit", default=COMMIT, help=f"of a git checkout (default {COMMIT})")
+    parser.add_argument("--commit", help=f"of a git checkout (default {COMMIT})")
+    parser.add_argument("--old-dropout", action="store_true", help="see above")
     parser.add_argument("--tests", default="", metavar="EXPR", help="and only these, as pytest -k")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="processes")
     parser.add_argument("--shard", default="1/1", metavar="i/n", help="the i-th of n parts")
@@ -311,6 +333,8 @@ def arguments() -> argparse.Namespace:
 
 
 def expression_of(args: argparse.Namespace) -> str:
+    if args.old_dropout:
+        return f"({args.tests}) and {OLD_TESTS}" if args.tests else OLD_TESTS
     left = OTHER_BACKENDS if args.with_named_ops else (*OTHER_BACKENDS, *NAMED_OPS)
     if args.on_cpu:
         left = (*left, "unsupported_cpu")  # that CPU tensors are refused
@@ -333,7 +357,9 @@ def main() -> int:
     args = arguments()
     for path in (str(ROOT), str(PEERS)):
         sys.path.insert(0, path)
-    files = read_files(args.checkout, args.commit)
+    commit = args.commit or (OLD_COMMIT if args.old_dropout else COMMIT)
+    names = [name for name in FILES if not (args.old_dropout and name == MERGE)]
+    files = read_files(args.checkout, commit, names)
     if args.pack:
         pack(files, args.pack)
         return 0
@@ -341,7 +367,7 @@ def main() -> int:
     parts = shards(args.shard, args.n)
     with tempfile.TemporaryDirectory(prefix="xformers_suite_") as name:
         folder = Path(name)
-        build(folder, files)
+        build(folder, files, args.old_dropout)
         env = environment(folder, args.on_cpu)
         if args.collect_only:
             pretended = {} if args.on_cpu else {"MEMEFF_SUITE_CAPABILITY": args.capability}
@@ -364,7 +390,7 @@ def main() -> int:
         seconds = round(time.monotonic() - began)
     print("\n".join(problems) or f"every test that was collected has a result; {seconds} s")
     if args.json:
-        result |= known | {"expression": expression, "shard": args.shard, "commit": args.commit}
+        result |= known | {"expression": expression, "shard": args.shard, "commit": commit}
         result |= {"seconds": seconds, "problems": problems}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if result["failed"] or problems else 0

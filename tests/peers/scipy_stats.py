@@ -1,10 +1,15 @@
-"""The one name of scipy.stats that xFormers' tests import, for machines without scipy: the runner
-puts this file into its temporary folder as scipy/stats.py and says so."""
+"""What xFormers' tests take of scipy.stats, for machines without scipy: the exact binomial test and
+distribution. The runner puts this file into its temporary folder as scipy/stats.py and says so."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 
 
 @dataclass
@@ -32,3 +37,33 @@ def binomtest(k: int, n: int, p: float = 0.5, alternative: str = "two-sided") ->
     terms = (_log_pmf(j, n, p) for j in range(n + 1))
     total = math.fsum(math.exp(term) for term in terms if term <= limit)
     return BinomTestResult(k, n, k / n, min(1.0, total))
+
+
+@functools.cache
+def _table(n: int, p: float) -> Any:
+    return np.array([math.exp(_log_pmf(k, n, p)) for k in range(n + 1)])
+
+
+class _Binomial:
+    """scipy.stats.binom, its three functions of whole numbers k."""
+
+    @staticmethod
+    def pmf(k: Any, n: int, p: float) -> Any:
+        """P(k), 0 outside 0..n."""
+        index = np.asarray(k).astype(int)
+        return np.where((index < 0) | (index > n), 0.0, _table(n, p)[index.clip(0, n)])
+
+    @staticmethod
+    def cdf(k: Any, n: int, p: float) -> Any:
+        """Sum of P(j) over j <= k."""
+        sums = np.concatenate([[0.0], np.cumsum(_table(n, p))])
+        return sums[(np.floor(np.asarray(k)).astype(int) + 1).clip(0, n + 1)]
+
+    @staticmethod
+    def sf(k: Any, n: int, p: float) -> Any:
+        """Sum of P(j) over j > k, summed from its own end: small tails stay exact."""
+        sums = np.concatenate([np.cumsum(_table(n, p)[::-1])[::-1], [0.0]])
+        return sums[(np.floor(np.asarray(k)).astype(int) + 1).clip(0, n + 1)]
+
+
+distributions = SimpleNamespace(binom=_Binomial)
