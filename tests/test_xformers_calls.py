@@ -16,6 +16,7 @@ from memeff_attn import dropout
 from memeff_attn.attn_bias import MaskWithTensorBias, tensor_of
 from memeff_attn.xformers import ops as xops
 from memeff_attn.xformers.ops import fmha
+from memeff_attn.xformers.ops.fmha import merge_training
 
 HALF = torch.float16
 DTYPES = {"f16": HALF, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -344,6 +345,24 @@ def test_checkpointed(device: str) -> None:
         results.append([out, q.grad, k.grad, v.grad])
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_one_partial_is_the_whole(device: str) -> None:
+    """Bit for bit, gradients too: a log-sum-exp that nothing used takes no part in them."""
+    tensors = [
+        x.requires_grad_() for x in three(1, 50, 1, 128, device=device, dtype=DTYPES["bf16"])
+    ]
+    part = merge_training.memory_efficient_attention_partial_autograd(*tensors)
+    merged = merge_training.merge_attentions_autograd(part)
+    whole = xops.memory_efficient_attention(*tensors)
+    grad = torch.rand_like(whole)
+    assert torch.equal(merged, whole)
+    for mine, theirs in zip(
+        torch.autograd.grad(merged, tensors, grad),
+        torch.autograd.grad(whole, tensors, grad),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
 
 
 def test_unbind_and_stack(device: str) -> None:
