@@ -85,13 +85,12 @@ def test_counts(checkout: Path, tmp_path: Path) -> None:
 def test_failures_and_lost_tests_fail_it(checkout: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     merge = checkout / "test_fmha_merge_attentions.py"
-    merge.write_text("def test_merge():\n    assert 1 == 2\n")
-    done = run(checkout, "--tests", "merge", "--json", out)
+    lost = "def test_merge_lost():\n    os._exit(0)\n"  # no result, and pytest ends with 0
+    merge.write_text(f"import os\ndef test_merge():\n    assert 1 == 2\n{lost}")
+    done = run(checkout, "--tests", "merge", "-n", 2, "--json", out)
     found = result(done, out)
     assert done.returncode == 1 and found["failed"] == 1 and "assert 1 == 2" in done.stdout
-    merge.write_text("import os\ndef test_merge():\n    os._exit(0)\n")  # no result, rc 0
-    done = run(checkout, "--tests", "merge", "--json", out)
-    assert done.returncode == 1 and "after 0 of 1 tests" in result(done, out)["problems"][0]
+    assert len(found["problems"]) == 1 and "after 0 of 1 tests" in found["problems"][0]
     merge.write_text("import nothing_of_this_name\n")
     done = run(checkout, "--json", out)
     assert done.returncode == 1 and "nothing_of_this_name" in result(done, out)["problems"][0]
