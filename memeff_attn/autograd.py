@@ -157,6 +157,8 @@ class Partial(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _keep(ctx, inputs, *output)
+        if not torch.compiler.is_compiling() and ops.transform() is None:
+            ctx.set_materialize_grads(False)  # a log-sum-exp that nobody used costs nothing
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:

@@ -56,6 +56,11 @@ def dropout_rows(seed: Tensor, p: float, heads: Tensor, first: int, last: int, k
 
     heads: int64, b * H + h of each.
     """
+    return dropout_numbers(seed, heads, first, last, keys) >= threshold(p)
+
+
+def dropout_numbers(seed: Tensor, heads: Tensor, first: int, last: int, keys: int) -> Tensor:
+    """The 16-bit numbers, in int64, that `dropout_rows` compares with the threshold."""
     pairs = torch.arange(first // 2, (last + 1) // 2, device=seed.device)
     blocks = (keys + 15) // 16
     groups = torch.arange(4 * blocks, device=seed.device)
@@ -70,11 +75,11 @@ def dropout_rows(seed: Tensor, p: float, heads: Tensor, first: int, last: int, k
     words = torch.stack(philox(counter, key), -1)  # [..., pairs, groups, 4]
     words = words.view(*words.shape[:-2], blocks, 4, 2, 2)
     numbers = torch.stack((words & (CELLS - 1), words >> 16), -1)
-    kept = numbers >= threshold(p)  # [..., pairs, n // 16, (n % 8) // 2, m % 2, n % 16 // 8, n % 2]
-    kept = kept.movedim(-2, -4).movedim(-2, -5)  # [..., pairs, m % 2, n // 16, n % 16]
-    kept = kept.flatten(-4).flatten(-3, -2)
+    # [..., pairs, n // 16, (n % 8) // 2, m % 2, n % 16 // 8, n % 2]
+    numbers = numbers.movedim(-2, -4).movedim(-2, -5)  # [..., pairs, m % 2, n // 16, n % 16]
+    numbers = numbers.flatten(-4).flatten(-3, -2)
     start = first % 2
-    return kept[..., start : start + last - first, :keys]
+    return numbers[..., start : start + last - first, :keys]
 
 
 def philox(

@@ -240,8 +240,11 @@ class MaskWithTensorBias(AttentionBias):
 
 
 def joined_picture(seen: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """bias where `seen`, -inf elsewhere; as bool: True where both let a key be seen."""
+    """bias where `seen`, -inf elsewhere; as bool: True where both let a key be seen. A bias of more
+    batch entries or heads than were asked for keeps them, as in xFormers."""
     bias = bias.detach().to(seen.device)
+    shape = torch.broadcast_shapes(seen.shape, bias.shape)  # type: ignore[no-untyped-call]
+    seen = seen.expand(shape)
     if bias.dtype == torch.bool or dtype == torch.bool:
         visible = bias if bias.dtype == torch.bool else bias != -math.inf
         return picture(seen & visible, seen.shape, dtype)
