@@ -9,10 +9,15 @@ import torch
 OLDEST = (2, 4)
 
 
+def at_least(major: int, minor: int, version: str = str(torch.__version__)) -> bool:
+    """Whether torch is of this release or newer; a version without numbers is taken as new."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is None or (int(found[1]), int(found[2])) >= (major, minor)
+
+
 def ensure_new_enough(version: str) -> None:
     """ImportError, with the way out, where torch is older than OLDEST."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) >= OLDEST:  # "main", "git": taken as new
+    if at_least(*OLDEST, version):
         return
     oldest = ".".join(map(str, OLDEST))
     raise ImportError(
