@@ -136,7 +136,7 @@ def tensor_of(attn_bias: Tensor | AttentionBias | MaskRule | None) -> Tensor | N
         return attn_bias
     if isinstance(attn_bias, MaskRule):
         return attn_bias.bias
-    if isinstance(attn_bias, LowerTriangularMaskWithTensorBias | MaskWithTensorBias):
+    if isinstance(attn_bias, (LowerTriangularMaskWithTensorBias, MaskWithTensorBias)):
         return attn_bias._bias
     return attn_bias.visible if isinstance(attn_bias, KeyPaddingMask) else None
 
