@@ -3,6 +3,7 @@ what to do. Those of the build are in test_build.py and test_build_tools.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 memeff_attn = pytest.importorskip("memeff_attn")
 
 from memeff_attn import _torch, cuda_errors, dispatch, ops  # noqa: E402
+from memeff_attn.mask_rule import MaskRule  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,3 +132,16 @@ def test_build_without_the_gpus_code_says_what_to_build() -> None:
     request = {"sm": 70, "dtype": "f16", "M": 64, "N": 64, "K": 64, "Kv": 64, "alignment": 8}
     text = module.explain(request)
     assert "no code for sm_70" in text and "MEMEFF_CUDA_ARCHS=70" in text
+
+
+def test_a_rule_keeps_every_field_beside_its_bias() -> None:
+    """with_bias names the fields one by one; none may be forgotten."""
+    fields = [f.name for f in dataclasses.fields(MaskRule)]
+    rule = MaskRule(**{name: number for number, name in enumerate(fields, 1)})  # type: ignore[arg-type]
+
+    def values(x: MaskRule) -> list[Any]:
+        return [getattr(x, name) for name in fields]
+
+    assert values(rule.with_bias(None)) == values(dataclasses.replace(rule, bias=None))
+    other = dataclasses.replace(rule, bias=None, bias_per_sequence=True)
+    assert values(rule.with_bias(None, per_sequence=True)) == values(other)
