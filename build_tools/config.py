@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cuda
-from cuda import BuildError
+from cuda import ROOT, BuildError
 
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 # nvcc from PyPI: the parts fit together only where all are of one X.Y. 13.0 has sm_75 and newer.
 PYPI_CUDA = (13, 0)
+GET_NVCC = (
+    "install a CUDA toolkit and name it by CUDA_HOME (build_tools/cuda124.sh FOLDER puts one "
+    "together on Debian, without root)"
+)
 PYPI_PARTS = ("cuda-nvcc", "cuda-crt", "cuda-runtime", "cuda-cccl", "nvvm")
 
 
@@ -22,6 +27,15 @@ PYPI_PARTS = ("cuda-nvcc", "cuda-crt", "cuda-runtime", "cuda-cccl", "nvvm")
 class Wanted:
     archs: str  # as MEMEFF_CUDA_ARCHS; empty: host-only
     source: str  # who asked for them
+
+
+def version() -> str:
+    """memeff_attn.__version__, and where MEMEFF_LOCAL_VERSION is set (wheels.py), "+" and that."""
+    text = (ROOT / "memeff_attn" / "__init__.py").read_text()
+    match = re.search(r'^__version__ = "([^"]+)"', text, flags=re.MULTILINE)
+    assert match is not None
+    local = os.environ.get("MEMEFF_LOCAL_VERSION", "")
+    return f"{match[1]}+{local}" if local else match[1]
 
 
 def wanted_archs() -> Wanted:
@@ -93,11 +107,13 @@ def decide() -> tuple[str, str]:
         missing = "no nvcc (CUDA_HOME, PATH, /usr/local/cuda, PyPI packages)"
         if wanted.source == "MEMEFF_CUDA_ARCHS":
             raise BuildError(
-                f"MEMEFF_CUDA_ARCHS={wanted.archs} but {missing}: install CUDA or unset it"
+                f"MEMEFF_CUDA_ARCHS={wanted.archs} but {missing}: {GET_NVCC}, or unset "
+                "MEMEFF_CUDA_ARCHS for a host-only build"
             )
         return (
             "",
-            f"host-only build, no GPU code: {missing}, asked by {wanted.source} for {wanted.archs}",
+            f"host-only build, no GPU code: {missing}, asked by {wanted.source} for "
+            f"{wanted.archs}. For GPU code {GET_NVCC}",
         )
     if wanted.source == "the visible GPUs":
         cannot = f"the visible GPU is sm_{{}}, which nvcc {toolkit.version_text} cannot target"

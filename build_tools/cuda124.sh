@@ -70,6 +70,7 @@ cp "$toolkit"/libdevice/* "$target/nvvm/libdevice/"
 cp -r "$scratch"/headers/nvidia/cuda_runtime/include/. "$scratch"/headers/nvidia/cuda_nvcc/include/. "$target/include/"
 for name in cuda nv; do [ ! -d "$usr/include/$name" ] || cp -r "$usr/include/$name" "$target/include/"; done # libcu++
 cp "$scratch"/runtime/nvidia/cuda_runtime/lib/*.a "$target/lib64/"
+cp "$scratch"/runtime/nvidia_cuda_runtime*.dist-info/licenses/License.txt "$target/EULA.txt" # of what a wheel holds
 # Where nvcc looks for its parts, all relative to itself.
 cat >"$target/bin/nvcc.profile" <<'PROFILE'
 TOP              = $(_HERE_)/..

@@ -1,5 +1,8 @@
 """Exact attention in linear memory on CUTLASS kernels, V100 to H200."""
 
+# _torch comes first: it refuses a torch that the others would not even import under.
+from . import _torch as _torch  # isort: split
+
 from . import attn_bias, dispatch, dropout, reference
 from .attention import (
     memory_efficient_attention,

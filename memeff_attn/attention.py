@@ -205,7 +205,7 @@ def memory_efficient_attention_backward(
         RuntimeError: a CUDA failure.
     Source: csrc/chained/backward.h; interface of xFormers, and seed.
     """
-    if not (attn_bias is None or isinstance(attn_bias, Tensor | AttentionBias)):
+    if not (attn_bias is None or isinstance(attn_bias, (Tensor, AttentionBias))):
         _refuse_mask(attn_bias)
     inputs = Inputs(query, key, value, attn_bias, p, scale)
     inputs.validate_inputs()

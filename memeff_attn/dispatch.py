@@ -26,6 +26,7 @@ from .attn_bias import (
     is_plain,
     mask_rule,
 )
+from .cuda_errors import with_way_out
 from .inputs import Inputs as Inputs  # public here, as in xFormers
 from .mask_arguments import is_copied, sizes_of
 
@@ -331,8 +332,17 @@ def _is_empty(d: Inputs) -> bool:
 
 
 def _gpu_of(device: torch.device) -> Mapping[str, int]:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return {name: v for name, v in _C().device_info(index).items() if name != "name"}
+    try:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if not _C().is_cuda_build:
+            return gpu_named(torch.cuda.get_device_capability(index))
+        facts = _C().device_info(index)
+    except (AssertionError, RuntimeError) as error:  # torch's, then ours
+        raise RuntimeError(
+            f"{device} cannot be asked what GPU it is: {with_way_out(str(error))}\n"
+            'explain(..., device="sm_80") answers for a GPU that is not here.'
+        ) from error
+    return {name: v for name, v in facts.items() if name != "name"}
 
 
 def gpu_named(device: Any) -> dict[str, int]:

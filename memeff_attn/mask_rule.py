@@ -97,9 +97,27 @@ class MaskRule:
             text += f", bias {self.bias.dtype} {tuple(self.bias.shape)}{own}"
         return f"MaskRule({text})"
 
-    def with_bias(self, bias: Tensor | None) -> MaskRule:
-        """This rule with another tensor of the same shape, or none."""
-        return dataclasses.replace(self, bias=bias)
+    def with_bias(self, bias: Tensor | None, per_sequence: bool | None = None) -> MaskRule:
+        """This rule with another tensor, of the same shape where per_sequence is left out; or none.
+
+        Field by field: the compilers of torch 2.4 to 2.6 know no dataclasses.replace.
+        """
+        return MaskRule(
+            anchor=self.anchor,
+            left=self.left,
+            right=self.right,
+            query_starts=self.query_starts,
+            key_starts=self.key_starts,
+            key_lengths=self.key_lengths,
+            block_tables=self.block_tables,
+            page_size=self.page_size,
+            shared_keys=self.shared_keys,
+            sequences=self.sequences,
+            max_queries=self.max_queries,
+            max_keys=self.max_keys,
+            bias=bias,
+            bias_per_sequence=self.bias_per_sequence if per_sequence is None else per_sequence,
+        )
 
 
 def mask_rule(
@@ -136,7 +154,7 @@ def tensor_of(attn_bias: Tensor | AttentionBias | MaskRule | None) -> Tensor | N
         return attn_bias
     if isinstance(attn_bias, MaskRule):
         return attn_bias.bias
-    if isinstance(attn_bias, LowerTriangularMaskWithTensorBias | MaskWithTensorBias):
+    if isinstance(attn_bias, (LowerTriangularMaskWithTensorBias, MaskWithTensorBias)):
         return attn_bias._bias
     return attn_bias.visible if isinstance(attn_bias, KeyPaddingMask) else None
 
@@ -167,7 +185,7 @@ def _with_bias(mask: MaskWithTensorBias, query: Tensor, key: Tensor) -> MaskRule
             f"{tuple(mask._bias.shape)}"
         )
     _check_device("attn_bias", bias, query)
-    return dataclasses.replace(rule, bias=bias, bias_per_sequence=True)
+    return rule.with_bias(bias, per_sequence=True)
 
 
 def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from .attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
 )
+from .cuda_errors import with_way_out
 from .inputs import Inputs, two_part_lse_shape
 from .mask_arguments import SCHEMA as MASK_SCHEMA
 from .mask_arguments import MaskArguments, check_call, mask_of, rule_of
@@ -284,7 +285,7 @@ def error_of(
     if code == CUDA_ERROR:
         return RuntimeError(
             f"The {'backward ' if backward else ''}kernel of memory_efficient_attention failed: "
-            f"{message}\n{inputs}\n"
+            f"{with_way_out(message)}\n{inputs}\n"
             "An earlier, asynchronous error may be reported here: CUDA_LAUNCH_BLOCKING=1 shows "
             "where it comes from."
         )

@@ -38,7 +38,9 @@ def _lengths(seqlens: Iterable[int], name: str = "seqlens") -> list[int]:
 
 
 def _from_lengths(starts: list[int], lengths: list[int]) -> Iterator[tuple[int, int]]:
-    return ((start, start + length) for start, length in zip(starts, lengths, strict=False))
+    # Cut, since the compiler of torch 2.4 refuses to zip two lengths.
+    firsts = starts[: len(lengths)]
+    return ((start, start + length) for start, length in zip(firsts, lengths, strict=True))
 
 
 def _int32(numbers: Sequence[int], device: str | torch.device) -> Tensor:

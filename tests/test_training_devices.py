@@ -97,7 +97,9 @@ def test_b48b_two_processes(device: str, kind: str, tmp_path: Path) -> None:
         pytest.skip("one GPU here")
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
-    if kind == "fsdp" and not hasattr(torch.distributed.fsdp, "fully_shard"):
+    from torch.distributed import fsdp
+
+    if kind == "fsdp" and not hasattr(fsdp, "fully_shard"):
         pytest.skip(f"torch {torch.__version__} has no fully_shard")
     argv = [sys.executable, str(TESTS / "train_step.py")]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # CPU processes see no GPU
