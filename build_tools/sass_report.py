@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +76,42 @@ def occupancy(chip: Chip, registers: int, threads: int, smem: int) -> tuple[str,
     return str(blocks), f"{warps} ({100 * 32 * warps / chip.threads:.0f} %)"
 
 
-def report(objects: Path, archs: list[int]) -> str:
+def read(objects: Path) -> tuple[list[dict[str, Any]], str, str]:
+    """Statistics of a build, the hash of its sources, its CUDA."""
     file = objects / "kernel_stats.json"
     if not file.exists():
         raise BuildError(f"{file} is missing: build the kernels first (see --help)")
-    stats = json.loads(file.read_text())
-    kernels = build_kernels.kernels
-    rows = {row.name: row for row in kernels.load_rows()}
     table_source = (objects / "generated" / "kernel_table.cpp").read_text()
     found = re.search(r'kBuildInfo = \{"(\w+)", "([^"]+)"', table_source)
     assert found is not None
+    return json.loads(file.read_text()), found[1], found[2]
+
+
+def report(builds: Sequence[Path], archs: list[int]) -> str:
+    """The document. Of an arch that several builds have, the first one's rows count."""
+    rows = {row.name: row for row in build_kernels.kernels.load_rows()}
+    stats: list[dict[str, Any]] = []
+    sources, compilers = set(), set()
+    for objects in builds:
+        own, source_hash, cuda = read(objects)
+        sources.add(source_hash)
+        compilers.add(cuda)
+        taken = {s["arch"] for s in stats}
+        stats += [s for s in own if s["arch"] not in taken]
+    if len(sources) + len(compilers) > 2:
+        raise BuildError("the builds are of different sources or compilers: build again")
     if lost := sorted({s["row"] for s in stats} - set(rows)):
         raise BuildError(f"the build has rows that the list has not ({lost[0]}): build again")
-    built = {int(s["arch"].removeprefix("sm_").rstrip("a")) for s in stats}
-    if absent := [a for a in archs if a not in built]:
-        raise BuildError(f"the build in {objects} has no sm_{absent[0]}")
+    for arch in archs:
+        have = {s["row"] for s in stats if s["arch"] == f"sm_{arch}"}
+        want = [r.name for r in rows.values() if r.min_sm <= arch <= r.max_sm]
+        if missing := [name for name in want if name not in have]:
+            raise BuildError(f"no build has {missing[0]} for sm_{arch}")
     most = ", ".join(f"{chip_of(a).threads // 32} (sm_{a})" for a in archs)
     names = " and ".join(f"sm_{a}" for a in archs)
-    text = INTRODUCTION.format(cuda=found[2], archs=names, hash=found[1][:12], most=most)
+    text = INTRODUCTION.format(
+        cuda=compilers.pop(), archs=names, hash=sources.pop()[:12], most=most
+    )
     for arch in archs:
         text += f"\n## sm_{arch} ({CARDS.get(arch, 'GPU')})\n\n"
         text += "\n".join(table(stats, arch, rows)) + "\n"
@@ -104,7 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--objects", type=Path, required=True, help="folder of a build's objects")
+    parser.add_argument(
+        "--objects", type=Path, nargs="+", required=True, help="folders of builds' objects"
+    )
     parser.add_argument("--archs", default="70,80", help="such as 70,80")
     parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
     a = parser.parse_args()
