@@ -261,17 +261,9 @@ SM80_16 = [
           spills=BOTH),
 ]  # fmt: skip
 SM80_16_UNALIGNED = [
-    Shape(
-        "unaligned",
-        (64, 64, 128),
-        (32, 32, 64),
-        "streamed:2",
-        58192,
-        alignment=1,
-        blocks=2,
-        spills=BOTH,
-    ),
-]
+    Shape("unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 58192, alignment=1, blocks=2,
+          spills=BOTH),
+]  # fmt: skip
 # Ampere and later, fp32 (3xTF32) and TF32. cp.async moves single fp32 elements, so unaligned data
 # takes the same tiles.
 SM80_F32_FEW = [
@@ -287,22 +279,12 @@ SM80_F32 = [
     Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165968, 128, spills=BIAS),
     Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214608, 256),
     Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, in_memory=True),
-    Shape(
-        "k32_u",
-        (128, 64, 32),
-        (32, 64, 32),
-        "resident:32",
-        67152,
-        32,
-        alignment=1,
-        blocks=2,
-        spills=BOTH,
-    ),
+    Shape("k32_u", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, alignment=1, blocks=2,
+          spills=BOTH),
     Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66640, 64, alignment=1, blocks=2),
-    Shape(
-        "unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1, in_memory=True
-    ),
-]
+    Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1,
+          in_memory=True),
+]  # fmt: skip
 # Turing (64 KB a block): loads pass through registers, the first product streams: K is free.
 SM75 = [
     Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, 64, blocks=2, bias=NO_BIAS),
