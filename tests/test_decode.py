@@ -41,8 +41,8 @@ def test_parts_fill_the_gpu_once() -> None:
 
 def test_long_keys_keep_the_large_tile() -> None:
     """Parts of the keys fill the GPU, so few queries over many keys need no small tiles."""
-    assert plan(B=1, M=512, N=32768, H=16)[0] == "chained_sm80_f16_k128"
-    assert plan(B=1, M=512, N=256, H=16)[0] == "chained_sm80_f16_k128_m64"
+    assert plan(B=1, M=512, N=32768, H=16)[0] == "register_sm80_f16_k128"
+    assert plan(B=1, M=512, N=256, H=16)[0] == "register_sm80_f16_k128_m64"
 
 
 SIZES = [

@@ -410,21 +410,21 @@ def test_named_companions() -> None:
         return forward_row(table["chained_bwd_" + name], table.values(), *call)
 
     for name, call, expected in (
-        ("sm80_f32_few", (False, 0.0, 300, 300), "sm80_f32_few"),
-        ("sm80_f32_few_full", (True, 0.0, 8, 8), "sm80_f32_few_bias"),
-        ("sm80_f32_few_full", (False, 0.3, 8, 8), "sm80_f32_few_full"),
-        ("sm80_f32_k32", (False, 0.0, 32, 8), "sm80_f32_k32"),
-        ("sm80_f32_k32_full", (True, 0.3, 32, 8), "sm80_f32_k32_full"),
-        ("sm80_f32_k64", (False, 0.0, 8, 8), "sm80_f32_k64"),
-        ("sm80_f32_k128", (False, 0.0, 128, 128), "sm80_f32_k128"),
-        ("sm80_f32_any", (False, 0.0, 8, 8), "sm80_f32_unaligned"),
-        ("sm80_f32_any_full", (True, 0.0, 7, 7), "sm80_f32_unaligned_bias"),
-        ("sm80_f16_k64", (False, 0.0, 64, 64), "sm80_f16_k64"),
-        ("sm80_f16_v512", (False, 0.0, 600, 600, 227 << 10), "sm80_f16_v512"),
-        ("sm80_f16_v512", (False, 0.0, 600, 600, 163 << 10), "sm80_f16_v512_small"),
-        ("sm70_f16_v64", (False, 0.0, 64, 64), "sm70_f16_v64"),
+        ("sm80_f32_few", (False, 0.0, 300, 300), "chained_sm80_f32_few"),
+        ("sm80_f32_few_full", (True, 0.0, 8, 8), "chained_sm80_f32_few_bias"),
+        ("sm80_f32_few_full", (False, 0.3, 8, 8), "chained_sm80_f32_few_full"),
+        ("sm80_f32_k32", (False, 0.0, 32, 8), "chained_sm80_f32_k32"),
+        ("sm80_f32_k32_full", (True, 0.3, 32, 8), "chained_sm80_f32_k32_full"),
+        ("sm80_f32_k64", (False, 0.0, 8, 8), "chained_sm80_f32_k64"),
+        ("sm80_f32_k128", (False, 0.0, 128, 128), "chained_sm80_f32_k128"),
+        ("sm80_f32_any", (False, 0.0, 8, 8), "chained_sm80_f32_unaligned"),
+        ("sm80_f32_any_full", (True, 0.0, 7, 7), "chained_sm80_f32_unaligned_bias"),
+        ("sm80_f16_k64", (False, 0.0, 64, 64), "register_sm80_f16_k64"),
+        ("sm80_f16_v512", (False, 0.0, 600, 600, 227 << 10), "chained_sm80_f16_v512"),
+        ("sm80_f16_v512", (False, 0.0, 600, 600, 163 << 10), "chained_sm80_f16_v512_small"),
+        ("sm70_f16_v64", (False, 0.0, 64, 64), "chained_sm70_f16_v64"),
     ):
-        assert goes_with(name, *call) == "chained_" + expected
+        assert goes_with(name, *call) == expected
 
 
 def test_built_is_what_was_asked() -> None:
