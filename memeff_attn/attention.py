@@ -64,7 +64,7 @@ def memory_efficient_attention(
         scale: any finite number; default K ** -0.5.
         op: operators of memeff_attn.dispatch to insist on: a forward one, or a tuple (forward,
             backward), each of which may be None; default: the best.
-        output_dtype: the query's dtype until [masks].
+        output_dtype: the query's dtype; no kernel writes another one yet.
     Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
         what rounding took from it); for few queries also one partial result in float32 for each
         tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB); the backward pass takes the
