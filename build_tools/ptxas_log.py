@@ -13,6 +13,14 @@ _SMEM = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
 # "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized ..."
 _C75 = re.compile(r"^.*\(C75\d\d\).*$", flags=re.MULTILINE)
 
+# Rows without allow_spill that spill some bytes before sm_80, under CUDA 12.4 (docs/sass.md).
+_OLD_ARCHS_SPILL = re.compile(r"chained_(simt_\w+_v64_bias|sm7\d_f16_any_full)")
+
+
+def may_spill(name: str, allow_spill: bool, arch: int) -> bool:
+    """Whether registers of this row may spill on this arch (70, 90)."""
+    return allow_spill or (arch < 80 and _OLD_ARCHS_SPILL.fullmatch(name) is not None)
+
 
 @dataclasses.dataclass
 class KernelStats:

@@ -275,6 +275,14 @@ def test_ptxas_log_is_read() -> None:
     assert {s.row for s in stats} == {"chained_bwd"}  # alone in its unit
 
 
+def test_old_archs_may_spill_where_their_compiler_does() -> None:
+    simt, volta = "chained_simt_f32_v64_bias", "chained_sm70_f16_any_full"
+    assert all(ptxas_log.may_spill(name, False, 70) for name in (simt, volta))
+    assert not ptxas_log.may_spill(simt, False, 90)
+    assert not ptxas_log.may_spill("chained_sm70_f16_v64", False, 70)
+    assert ptxas_log.may_spill("chained_sm70_f16_v64", True, 70)
+
+
 def test_spills_and_c75_warnings_are_faults_unless_allowed(rows_file: Path, tmp_path: Path) -> None:
     log = LOG.replace("10row_a_bias", "25chained_sm80_f16_k64_bias").replace(
         "5row_a", "20chained_sm80_f16_k64"
