@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -311,7 +312,9 @@ def test_the_report_of_machine_code_is_of_these_rows() -> None:
     if not kernels.source_hash().startswith(report_hash()):
         pytest.skip("docs/sass.md is of other sources: its head says how to write it again")
     text = (ROOT / "docs" / "sass.md").read_text()
-    for arch in (70, 80):
+    archs = [int(number) for number in re.findall(r"^## sm_(\d+) ", text, re.M)]
+    assert 70 in archs  # nobody here has one to look at
+    for arch in archs:
         part = text.split(f"## sm_{arch} ")[1].split("\n## ")[0]
         cells = [[c.strip() for c in line.split("|")[1:-1]]
                  for line in part.splitlines() if line.startswith("| chained")]  # fmt: skip
