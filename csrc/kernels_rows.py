@@ -301,10 +301,9 @@ SM70 = [
 ]
 # FFMA: fp32 before Ampere, and bf16 where no tensor core knows it.
 SIMT = [
-    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43344, 64, alignment=1, blocks=2,
-          spills=BIAS),
+    Shape("v64", (64, 64, 64), (32, 32, 32), "streamed:2", 43344, 64, alignment=1, blocks=2),
     Shape("v128", (64, 64, 128), (16, 32, 64), "streamed:2", 60304, alignment=1),
-]  # fmt: skip
+]
 
 # Dropout, with or without a bias.
 SM80_16_FULL = [
@@ -349,7 +348,7 @@ SM80_F32_FULL = [
 HMMA_FULL = [  # Turing and Volta
     Shape(
         "any", (64, 64, 64), (32, 32, 32), "streamed:2", 33616, alignment=1, blocks=2, bias=BIAS,
-        full=True, spills=BIAS,
+        full=True,
     ),
 ]  # fmt: skip
 SIMT_FULL = [
