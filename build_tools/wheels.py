@@ -188,13 +188,16 @@ def make(pythons: Sequence[str], archs: str, out: Path, isolated: bool) -> list[
     if toolkit is not None:
         environment |= {"MEMEFF_CUDA_ARCHS": archs, "MEMEFF_FAMILIES": "native"}
     wheels = []
-    for python in pythons:
-        with tempfile.TemporaryDirectory() as scratch:
-            wheel = build(python, Path(scratch), environment, isolated)
-            wheels.append(repair(wheel, out))
-        if faults := check(wheels[-1], toolkit is not None):
-            raise BuildError("\n".join([f"{wheels[-1]}:", *faults]))
-        print(f"{wheels[-1]}: {wheels[-1].stat().st_size / 1e6:.1f} MB", flush=True)
+    try:
+        for python in pythons:
+            with tempfile.TemporaryDirectory() as scratch:
+                wheel = build(python, Path(scratch), environment, isolated)
+                wheels.append(repair(wheel, out))
+            if faults := check(wheels[-1], toolkit is not None):
+                raise BuildError("\n".join([f"{wheels[-1]}:", *faults]))
+            print(f"{wheels[-1]}: {wheels[-1].stat().st_size / 1e6:.1f} MB", flush=True)
+    finally:
+        CUDA_LICENSE.unlink(missing_ok=True)  # a source distribution has no CUDA in it
     return wheels
 
 
