@@ -381,6 +381,16 @@ def test_unbind_and_stack(device: str) -> None:
     assert torch.equal(grad, weight)
 
 
+def test_unbind_with_gradients_in_another_order(device: str) -> None:
+    """Gradients that lie in one tensor backwards: no view of torch runs backwards, so they are
+    copied."""
+    whole = randn(3, 4, device=device).requires_grad_()
+    grad = randn(3, 4, device=device)
+    torch.autograd.backward(xops.unbind(whole, 0), grad.unbind(0)[::-1])
+    assert whole.grad is not None and torch.equal(whole.grad, grad.flip(0))
+    assert xops.stack_or_none(grad.unbind(0)[::-1], 0) is None
+
+
 def test_masked_matmul() -> None:
     a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
     seen = torch.rand(3, 5) < 0.5
