@@ -21,7 +21,10 @@ from .inputs import (
     bmk2bmhk,
 )
 
-NO_KERNELS = "unavailable: no kernels for a GPU in this installation (memeff_attn.cuda says why)"
+NO_KERNELS = (
+    "unavailable: no kernels for a GPU in this installation: "
+    "`python -m memeff_attn.info --check` says why"
+)
 NOT_BUILT = "operator wasn't built - see `python -m xformers.info` for more info"
 
 
