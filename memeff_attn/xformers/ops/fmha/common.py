@@ -25,7 +25,7 @@ NO_KERNELS = (
     "unavailable: no kernels for a GPU in this installation: "
     "`python -m memeff_attn.info --check` says why"
 )
-NOT_BUILT = "operator wasn't built - see `python -m xformers.info` for more info"
+NOT_BUILT = "operator wasn't built - see `python -m memeff_attn.xformers.info` for more info"
 
 
 def _names(things: Iterable[Any]) -> str:
