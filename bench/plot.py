@@ -251,7 +251,9 @@ def plot(out: Path | None, png: bool, only_check: bool) -> int:
         print("\n".join(f"{line}: run `python -m bench plot`" for line in found) or "up to date")
         return int(bool(found))
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is not installed: pip install 'memeff_attn[bench]'")
+        raise ValueError(
+            "matplotlib is not installed: pip install '.[bench]' in the project's folder"
+        )
     from bench import figures
 
     progress = Progress(len(data) * len(THEMES), "plot")

@@ -381,6 +381,16 @@ def test_unbind_and_stack(device: str) -> None:
     assert torch.equal(grad, weight)
 
 
+def test_unbind_with_gradients_in_another_order(device: str) -> None:
+    """Gradients that lie in one tensor backwards: no view of torch runs backwards, so they are
+    copied."""
+    whole = randn(3, 4, device=device).requires_grad_()
+    grad = randn(3, 4, device=device)
+    torch.autograd.backward(xops.unbind(whole, 0), grad.unbind(0)[::-1])
+    assert whole.grad is not None and torch.equal(whole.grad, grad.flip(0))
+    assert xops.stack_or_none(grad.unbind(0)[::-1], 0) is None
+
+
 def test_masked_matmul() -> None:
     a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
     seen = torch.rand(3, 5) < 0.5
@@ -396,3 +406,30 @@ def test_picture_of_a_mask_with_a_tensor() -> None:
     picture = fmha.attn_bias.LowerTriangularMaskWithTensorBias(bias).materialize((1, 1, 4, 4))
     seen = torch.ones(4, 4, dtype=torch.bool).tril()
     assert torch.equal(picture, bias.masked_fill(~seen, -math.inf))
+
+
+class Mine(fmha.memeff.FwOp):
+    """An operator of a program, around ours."""
+
+    @classmethod
+    def apply(cls, inp: Any, needs_gradient: bool) -> Any:
+        return super().apply(inp, needs_gradient)
+
+
+def test_own_operator_loses_no_gradient(device: str) -> None:
+    """That of a tensor bias comes; that of one within a mask is refused, not dropped."""
+    q = randn(1, 6, 2, 16, device=device)
+    bias = randn(1, 2, 6, 6, device=device).requires_grad_()
+    own, usual = (
+        torch.autograd.grad(xops.memory_efficient_attention(q, q, q, bias, op=op).sum(), bias)[0]
+        for op in ((Mine, None), None)
+    )
+    assert usual.abs().max() > 0
+    torch.testing.assert_close(own, usual)  # another kernel where fewer gradients are asked for
+    mask = fmha.attn_bias.LowerTriangularMaskWithTensorBias(bias)
+    with pytest.raises(NotImplementedError, match="Leave op out, or detach the bias"):
+        xops.memory_efficient_attention(q, q, q, mask, op=(Mine, None))
+    mask = fmha.attn_bias.LowerTriangularMaskWithTensorBias(bias.detach())
+    query = q.clone().requires_grad_()
+    xops.memory_efficient_attention(query, q, q, mask, op=(Mine, None)).sum().backward()
+    assert query.grad is not None

@@ -210,6 +210,15 @@ def test_info(tmp_path: Path) -> None:
     assert "ROCm" in lines["memory_efficient_attention.ckF"]
 
 
+def test_info_leaves_the_arguments_of_its_caller_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Programs print it in their own process, which has options of its own."""
+    monkeypatch.setattr(sys, "argv", ["webui.py", "--listen"])
+    module_of("info").print_info()
+    assert "memory_efficient_attention.memeffF:" in capsys.readouterr().out
+
+
 def test_version_passes_the_checks_of_programs() -> None:
     """diffusers asks for 0.0.29; the distribution and the module name one version."""
     assert xformers_shim.version() == module_of("version").__version__

@@ -31,7 +31,7 @@ def print_info() -> None:
     for name, text in rows.items():
         print(f"{name + ':':<50} {text}")
     print()
-    memeff_info.main()
+    memeff_info.main([])  # not what the calling program was given
 
 
 if __name__ == "__main__":

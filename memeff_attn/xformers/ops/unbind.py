@@ -15,12 +15,14 @@ def get_stack_strides(tensors: Sequence[Tensor], dim: int) -> tuple[int, ...] | 
     """The strides of torch.stack(tensors, dim) as a view, None where it would have to copy.
 
     It is a view where all tensors have one shape, one set of strides and one storage, in which they
-    follow each other at equal distances.
+    follow each other at equal distances, the first one first: no stride of torch is negative.
     """
     if len(tensors) < 2 or not 0 <= dim <= tensors[0].dim():
         return None
     first, *others = tensors
     step = int(others[0].storage_offset() - first.storage_offset())
+    if step < 0:
+        return None
     layout = first.shape, first.stride()
     for number, x in enumerate(others, 1):
         if (x.shape, x.stride()) != layout:

@@ -416,6 +416,13 @@ class _fMHA(torch.autograd.Function):
 
 
 def _by_apply(inp: Inputs, forward: Any, backward: Any) -> Tensor:
+    bias = inp.attn_bias
+    tensor = tensor_of(bias)
+    if tensor is not None and tensor is not bias and tensor.requires_grad:
+        raise NotImplementedError(
+            f"the gradient of the bias in {type(bias).__name__} with an operator of the program's "
+            "own in op=: operators give that of a tensor alone. Leave op out, or detach the bias."
+        )
     shape = inp.normalize_bmhk()
     call: Any = _fMHA.apply
     arguments = inp.query, inp.key, inp.value, inp.attn_bias, inp.p, inp.scale

@@ -21,8 +21,11 @@ from .inputs import (
     bmk2bmhk,
 )
 
-NO_KERNELS = "unavailable: no kernels for a GPU in this installation (memeff_attn.cuda says why)"
-NOT_BUILT = "operator wasn't built - see `python -m xformers.info` for more info"
+NO_KERNELS = (
+    "unavailable: no kernels for a GPU in this installation: "
+    "`python -m memeff_attn.info --check` says why"
+)
+NOT_BUILT = "operator wasn't built - see `python -m memeff_attn.xformers.info` for more info"
 
 
 def _names(things: Iterable[Any]) -> str:
