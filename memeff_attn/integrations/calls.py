@@ -6,6 +6,14 @@ import threading
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+# What tracing makes of tensors. Dynamo puts a whole function of torch's that calls attention
+# (multi_head_attention_forward) into its graph; the passes that follow run that function on these,
+# and is_compiling() is False then, at least in torch 2.11.
+TRACED = (FakeTensor, FunctionalTensor)
 
 
 class Calls(NamedTuple):
@@ -13,8 +21,9 @@ class Calls(NamedTuple):
 
     served: calls that memory_efficient_attention computed.
     refused: calls that went elsewhere, or raised.
-    traced: calls that torch.compile met while it traced, each once a trace and not once a run; a
-        trace that starts over counts again. They are in neither of the other two.
+    traced: calls that torch.compile met while it traced, once a trace and not once a run; a trace
+        that starts over, or that a later pass repeats, counts again. They are in neither of the
+        other two.
     last_refusal: why the last refused call was, traced ones included; empty where none was.
     """
 
@@ -33,10 +42,10 @@ class Counter:
         self._served = self._refused = self._traced = 0
         self._last = ""
 
-    def add(self, refusal: str = "") -> None:
-        """One call: served, or refused for that reason."""
-        if torch.compiler.is_compiling():
-            _add_traced(self, refusal)
+    def add(self, query: Tensor, refusal: str = "") -> None:
+        """One call, with this query: served, or refused for that reason."""
+        if torch.compiler.is_compiling() or type(query) in TRACED:
+            self._add_traced(refusal)
             return
         with self._lock:
             if refusal:
@@ -53,15 +62,12 @@ class Counter:
                 self._last = ""
         return found
 
-    def _add_traced(self, refusal: str) -> None:
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _add_traced(self, refusal: str) -> bool:
+        """Runs while Dynamo traces and leaves nothing in the graph: a count kept inside one would
+        be a number that Dynamo guards on, and compiles again for. A method, because Dynamo takes
+        nothing but constants as the arguments of such a function."""
         with self._lock:
             self._traced += 1
             self._last = refusal or self._last
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _add_traced(counter: Counter, refusal: str) -> bool:
-    """Runs while Dynamo traces and leaves nothing in the graph: a count kept inside one would be a
-    number that Dynamo guards on, and compiles again for."""
-    counter._add_traced(refusal)
-    return True
+        return True

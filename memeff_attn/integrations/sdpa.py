@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -30,13 +28,12 @@ from ..attn_bias import (
     LowerTriangularMask,
 )
 from ..dispatch import DTYPES, cuda_missing
-from .calls import Calls, Counter
+from .calls import TRACED, Calls, Counter
 
 _Sdpa = Callable[..., Tensor]
 
-# Tensors that no subclass's own rules would be lost for; the last two are what tracing makes of
-# them.
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+# Tensors that no subclass's own rules would be lost for.
+_PLAIN = (Tensor, torch.nn.Parameter, *TRACED)
 
 _NAME = "scaled_dot_product_attention"
 _counter = Counter()
@@ -151,17 +148,17 @@ def scaled_dot_product_attention(
         return _call_original(*given)
     call = _understood(*given)
     if isinstance(call, str):
-        _counter.add(call)
+        _counter.add(query, call)
         return _call_original(*given)
     if torch.compiler.is_compiling():
-        _counter.add()
+        _counter.add(query)
         return call.run(dropout_p, scale)
     try:
         out = call.run(dropout_p, scale)
     except NotImplementedError as error:  # legal inputs that no kernel takes
-        _counter.add(str(error))
+        _counter.add(query, str(error))
         return _call_original(*given)
-    _counter.add()
+    _counter.add(query)
     return out
 
 

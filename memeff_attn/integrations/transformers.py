@@ -333,9 +333,9 @@ def attention(
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = memory_efficient_attention(query, key, value, bias, dropout, scaling)
     except (NotImplementedError, ValueError) as error:
-        _counter.add(str(error))
+        _counter.add(query, str(error))
         raise
-    _counter.add()
+    _counter.add(query)
     return out, None
 
 
