@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tolerance import GRADIENT, Checker
+from tolerance import GRADIENT, Checker, check
 from torch import Tensor
 
 from memeff_attn import integrations
@@ -283,7 +283,9 @@ def test_queries_shared_by_the_batch(device: str) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph_of_a_padded_call() -> None:
-    """Under capture nothing is read from the device; the padding may change between replays."""
+    """Under capture nothing is read from the device; the padding may change between replays.
+
+    Outside it a padding that hides nothing is left out, for another kernel: the rule compares."""
     q, k, v = qkv("cuda")
     padding = torch.ones(B, 9, dtype=torch.bool, device="cuda")
 
@@ -295,10 +297,15 @@ def test_cuda_graph_of_a_padded_call() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
+    causal = torch.ones(9, 9, dtype=torch.bool, device="cuda").tril()
+    given = [x.transpose(1, 2) for x in (q, k, v)]
+    found = []
     for length in (9, 4):
         padding[:, length:] = False
         graph.replay()
-        assert torch.equal(out, call())
+        found.append(out.clone())
+        check(found[-1], None, *given, bias=causal & padding[:, None, None])
+    assert (found[0] - found[1]).abs().amax() > 0.1  # the padding was read at the replay
 
 
 # ---- what is refused ----
