@@ -193,15 +193,16 @@ def _bhmk(x: Tensor, heads: int) -> Tensor:
 
 
 def _bias_bhmn(bias: Tensor, query: Tensor) -> Tensor:
-    """A bias of the query's rank as a float one of rank 4."""
+    """A bias of the query's rank as a float one of rank 4, with last stride 1: the kernel of torch
+    2.6 reads it so."""
     if bias.dim() == 3:
         bias = bias.unsqueeze(1)
     elif bias.dim() == 5:
         bias = bias.flatten(1, 2)
     if bias.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype)
-        return torch.where(bias, zero, torch.full((), -math.inf, dtype=query.dtype))
-    return bias
+        bias = torch.where(bias, zero, torch.full((), -math.inf, dtype=query.dtype))
+    return bias if bias.shape[-1] == 1 or bias.stride(-1) == 1 else bias.contiguous()
 
 
 def _flash(
