@@ -45,9 +45,13 @@ WAYS_OUT = (
 )
 
 
+def way_out(message: str) -> str:
+    """What to do about it; empty where that is not known."""
+    lower = message.lower()
+    return next((text for words, text in WAYS_OUT if words.lower() in lower), "")
+
+
 def with_way_out(message: str) -> str:
     """The message, followed by what to do where that is known."""
-    for words, way_out in WAYS_OUT:
-        if words.lower() in message.lower():
-            return f"{message}\n{way_out}"
-    return message
+    known = way_out(message)
+    return f"{message}\n{known}" if known else message

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import dispatch
-from .cuda_errors import with_way_out
+from .cuda_errors import way_out
 
 Version = tuple[int, int]  # of CUDA
 # Oldest Linux driver that runs programs of a CUDA major version (machine code, not PTX of a newer
@@ -281,4 +281,4 @@ def findings(
             yield check_gpu(gpu, module, driver, facts)
     if need_gpu and not driver.gpus:
         problem = "no GPU is visible to this process"
-        yield Finding(False, problem, with_way_out("no CUDA-capable device").splitlines()[1])
+        yield Finding(False, problem, way_out("no CUDA-capable device"))
