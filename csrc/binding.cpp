@@ -104,6 +104,7 @@ const std::map<std::string, Field>& request_fields() {
       {"dropout", set<&Request::dropout>},
       {"bias_grad", set<&Request::bias_grad>},
       {"has_bias", set<&Request::has_bias>},
+      {"paged", set<&Request::paged>},
       {"any_build", set<&Request::any_build>},
       {"sm", set<&Request::sm>},
       {"smem_optin", set<&Request::smem_optin>},
@@ -147,9 +148,10 @@ py::dict row_dict(const KernelRow& row) {
                   "max_k"_a = row.max_k, "max_kv"_a = row.max_kv, "alignment"_a = row.alignment, "bias"_a = row.bias,
                   "dropout"_a = row.dropout, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
                   "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
-                  "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_sm"_a = row.min_sm,
-                  "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
-                  "built_archs"_a = archs, "built"_a = row.is_built());
+                  "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm,
+                  "min_blocks_per_sm"_a = row.min_blocks_per_sm, "splits"_a = row.splits, "pages"_a = row.pages,
+                  "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill,
+                  "blocks_per_sm"_a = row.blocks_per_sm, "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

@@ -25,7 +25,7 @@ constexpr ChipFacts kChips[] = {
 
 // Into how many parts a forward row's keys may be cut (forward_plan.cpp).
 int64_t most_parts(const KernelRow& row, const Request& request) {
-  if (row.kind == Pass::kBackward || row.dtype == DType::kF32) return 1;
+  if (!row.splits) return 1;
   return std::clamp<int64_t>(request.keys / row.tile_n / kMinKeyBlocks, 1, kMaxKeyParts);
 }
 
@@ -113,6 +113,8 @@ constexpr Rule kRules[] = {
        if (k.kind == Pass::kBackward && k.is_full()) return std::string("is for a bias or dropout, neither is given");
        return std::string(k.bias ? "is for a bias, none is given" : "takes no bias, one is given");
      }},
+    {false, [](const KernelRow& k, const Request& r) { return k.pages || !r.paged; },
+     [](const KernelRow&, const Request&) { return std::string("reads no keys through a block table"); }},
     {false, [](const KernelRow& k, const Request& r) { return k.max_k == 0 || r.head_dim <= k.max_k; },
      [](const KernelRow& k, const Request& r) {
        return "takes K up to " + to_string(k.max_k) + ", K is " + to_string(r.head_dim);
@@ -131,6 +133,8 @@ constexpr Rule kRules[] = {
        return "needs " + kilobytes(k.smem_bytes) + " of shared memory a block, sm_" + to_string(r.sm) + " has " +
               kilobytes(r.smem_optin);
      }},
+    {true, [](const KernelRow& k, const Request& r) { return blocks_per_sm(k, r) >= k.min_blocks_per_sm; },
+     [](const KernelRow&, const Request&) { return std::string("is for grids that fill the GPU, this one is small"); }},
     {true,
      [](const KernelRow& k, const Request& r) {
        const bool few_queries = k.max_m != 0 && r.queries <= k.max_m;

@@ -32,6 +32,9 @@ struct KernelRow {
   int32_t tile_m, tile_n, value_tile, threads, smem_bytes;
   int32_t max_m;             // 0: any; automatic choice only
   double max_blocks_per_sm;  // 0: any; automatic choice only
+  double min_blocks_per_sm;  // automatic choice only
+  bool splits;               // takes a part of the keys
+  bool pages;                // reads keys through a block table
   int32_t min_sm, max_sm;    // automatic choice only
   bool allow_spill;          // the build accepts register spills
   int32_t blocks_per_sm;     // that the registers allow
@@ -77,6 +80,7 @@ struct Request {
   Pass pass = Pass::kForward;
   bool has_bias = false;
   bool dropout = false;
+  bool paged = false;      // keys are read through a block table
   bool bias_grad = false;  // backward: the bias' gradient is wanted
   bool any_build = false;  // answer for a build that has every row (a host-only build always does)
   std::string variant;     // forced row; empty: automatic

@@ -46,7 +46,7 @@ void pack_heads(ForwardParams* p, Request* r) {
 }
 
 int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t smem_optin, int32_t sm_count) {
-  if (row.dtype == DType::kF32) return 1;
+  if (!row.splits) return 1;
   const Sequences& s = p.sequences;
   const int64_t count = is_packed(s) ? s.count : 1;
   const int64_t tiles = tiles_over(p.queries, row.tile_m, s);

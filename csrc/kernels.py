@@ -142,8 +142,8 @@ def parse_archs(text: str) -> list[Arch]:
 def _plan_row(row: Any, archs: list[Arch], families: str) -> BuiltRow:
     minimum = ARCH_MINIMUM[row.arch]
     if row.arch in ARCH_SPECIFIC:
-        sass = [a for a in archs if a.specific and a.number == minimum]
-        return BuiltRow(row, tuple(sass), None)
+        asked = any(a.number == minimum for a in archs)
+        return BuiltRow(row, (Arch(minimum, True),) if asked else (), None)
     base = sorted({a.number for a in archs})
     named = set(families.split(","))
     if families == "native":
@@ -242,7 +242,8 @@ def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> 
             f"{r.max_k}, {r.max_kv}, {r.alignment}",
             f"{_bool(r.bias)}, {_bool(r.dropout)}",
             f"{r.tile_m}, {r.tile_n}, {r.value_tile}, {r.threads}, {r.smem_bytes}",
-            f"{r.max_m}, {float(r.max_blocks_per_sm)}, {r.min_sm}, {r.max_sm}",
+            f"{r.max_m}, {float(r.max_blocks_per_sm)}, {float(r.min_blocks_per_sm)}",
+            f"{_bool(r.splits)}, {_bool(r.pages)}, {r.min_sm}, {r.max_sm}",
             f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.arch in ARCH_SPECIFIC)}",
             f"{{{sass}}}, {one.ptx.number if one.ptx else 0}",
             *pair,

@@ -34,6 +34,9 @@ class Variant:
     traits: str  # C++ type
     max_m: int = 0  # with max_blocks_per_sm: automatic choice only when M <= max_m, ...
     max_blocks_per_sm: float = 0  # ... or when this row's grid has at most so many blocks an SM
+    min_blocks_per_sm: float = 0  # automatic choice only when this row's grid has so many blocks an SM
+    splits: bool = False  # takes a part of the keys (params.h: Partial)
+    pages: bool = True  # reads keys through a block table
     allow_spill: bool = False
     blocks_per_sm: int = 1  # that the registers allow; the plan of split keys counts on them
     header: str = "chained/launch.h"
@@ -87,7 +90,20 @@ class Gradient:
     spills: bool = False
 
 
-# Of backward rows: the policy of chained/traits.h, bias, dropout. Full rows serve calls with either
+@dataclass(frozen=True)
+class Wgmma:
+    """A tile of the hopper family. Sizes as in hopper/traits.h."""
+
+    suffix: str
+    tile: tuple[int, int, int]  # queries, keys, the largest K and Kv
+    stages: int  # of keys and of values
+    smem: int
+    kinds: tuple[str, ...] = ("plain", "dropout")  # keys of FEATURES
+    spills: bool = False
+    min_blocks_per_sm: float = 0.5
+
+
+# Of backward and hopper rows: the policy of chained/traits.h, bias, dropout. Full rows serve calls with either
 # or both.
 FEATURES = {
     "plain": ("NoBias", False, False),
@@ -157,6 +173,42 @@ def variants(
                 blocks_per_sm=shape.blocks,
                 header=f"{family}/launch.h",
                 dropout=shape.full,
+                splits=dtype != "f32",
+            )
+
+
+def wgmma(
+    shapes: list[Wgmma], cpp_element: str, dtype: str
+) -> Iterator[Variant]:
+    for shape in shapes:
+        for feature in shape.kinds:
+            policy, bias, dropout = FEATURES[feature]
+            tile = ", ".join(map(str, shape.tile))
+            parts = ["hopper_sm90", dtype, shape.suffix, feature.replace("plain", "")]
+            yield Variant(
+                name="_".join(filter(None, parts)),
+                family="hopper",
+                arch="sm90",
+                dtype=dtype,
+                math="ieee",
+                max_k=shape.tile[2],
+                max_kv=shape.tile[2],
+                alignment=8,
+                bias=bias,
+                tile_m=shape.tile[0],
+                tile_n=shape.tile[1],
+                value_tile=shape.tile[2],
+                threads=128 + 2 * shape.tile[0],
+                smem_bytes=shape.smem,
+                min_sm=90,
+                max_sm=90,
+                traits=f"hopper::ForwardTraits<{cpp_element}, hopper::Tile<{tile}>, "
+                f"{shape.stages}, chained::{policy}>",
+                min_blocks_per_sm=shape.min_blocks_per_sm,
+                pages=False,
+                allow_spill=shape.spills,
+                header="hopper/launch.h",
+                dropout=dropout,
             )
 
 
@@ -213,6 +265,12 @@ def gradients(
             )
 
 
+# Hopper: TMA and wgmma.
+HOPPER = [
+    Wgmma("k64", (192, 128, 64), 2, 91136, spills=True),
+    Wgmma("k128", (128, 128, 128), 2, 164864),
+    Wgmma("k256", (128, 64, 256), 2, 197632),
+]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 REGISTER: dict[str, Any] = {"family": "register"}
@@ -440,6 +498,8 @@ GRADIENTS_SIMT_F32 = [
 GRADIENTS_SIMT_BF16 = [replace(GRADIENTS_SIMT_F32[0], smem=(43392, 43664))]
 
 VARIANTS: list[Variant] = [
+    *wgmma(HOPPER, "cutlass::half_t", "f16"),
+    *wgmma(HOPPER, "cutlass::bfloat16_t", "bf16"),
     *variants(SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),

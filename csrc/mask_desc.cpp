@@ -98,6 +98,7 @@ Status make_mask(const MaskCall& mask, int32_t causal, ForwardParams* p) {
 void count_sequences(const MaskCall& mask, const Sequences& sequences, Request* r) {
   if (!is_packed(sequences)) return;
   const bool paged = sequences.block_tables != nullptr;
+  r->paged = paged;
   r->keys = paged ? mask.block_tables.shape[1] * mask.page_size : std::max<int64_t>(1, r->keys / sequences.count);
   r->queries = std::max<int64_t>(1, r->queries / sequences.count);
   r->batch = sequences.count;

@@ -23,6 +23,7 @@ class Request(_Pass, total=False):
     alignment: int  # elements: the largest power of two dividing addresses, strides, K and Kv
     has_bias: bool
     dropout: bool
+    paged: bool  # keys are read through a block table
     bias_grad: bool  # backward: the bias' gradient is wanted
     variant: str | None  # forced row; "" or None: automatic
     any_build: bool  # answer for a build that has every row, as a host-only build always does

@@ -27,11 +27,6 @@
 namespace memeff {
 namespace chained {
 
-// Dropout without a bias.
-struct DropoutOnly {
-  static constexpr bool kBias = false, kDropout = true;
-};
-
 enum class Gradient { kQuery, kKeyValue, kKey, kValue, kBias, kAll };
 
 constexpr bool keys_own(Gradient what) { return what != Gradient::kQuery && what != Gradient::kBias; }

@@ -88,6 +88,9 @@ struct NoBias {
 struct TensorBias {
   static constexpr bool kBias = true, kDropout = false;
 };
+struct DropoutOnly {
+  static constexpr bool kBias = false, kDropout = true;
+};
 // Dropout, with or without a bias (decided at run time).
 struct FullBias {
   static constexpr bool kBias = true, kDropout = true;

@@ -1,0 +1,52 @@
+// Host side of the hopper family's forward kernels.
+#pragma once
+
+#include "chained/launch.h"
+#include "hopper/forward.h"
+
+namespace memeff {
+namespace hopper {
+
+using chained::DropoutOnly;
+using chained::NoBias;
+
+template <typename Traits>
+Status make_forward_args(ForwardArgs* args, ForwardParams const& p, std::string const& where) {
+  args->p = p;
+  const bool folded = !Traits::kBias && p.scale > 0.f;
+  args->premultiply = folded ? 1.f : p.scale;
+  args->exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
+  const bool packed = is_packed(p.sequences);
+  const int64_t keys = packed ? p.keys / p.sequences.count + 1 : p.keys;
+  const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
+  const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
+  args->map =
+      make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1,
+                    keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element)), packed || causal);
+  const DType dtype = chained::dtype_of<typename Traits::Element>();
+  if (Status s = make_operand(&args->query, p.query, dtype, p, p.head_dim, p.queries, Traits::kTileM, where); !s.ok())
+    return s;
+  if (Status s = make_operand(&args->key, p.key, dtype, p, p.head_dim, p.keys, Traits::kTileN, where); !s.ok())
+    return s;
+  return make_operand(&args->value, p.value, dtype, p, p.value_dim, p.keys, Traits::kTileN, where);
+}
+
+// Launches on `stream` of the current device. Never synchronises, never allocates.
+template <typename Traits>
+Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* name) {
+  const std::string where = name;
+  if (p.partial.splits > 1) return {Code::kUnsupported, where + " does not split the keys"};
+  if (p.sequences.block_tables != nullptr) return {Code::kUnsupported, where + " reads no pages"};
+  ForwardArgs args;
+  if (Status s = make_forward_args<Traits>(&args, p, where); !s.ok()) return s;
+  if (args.map.blocks == 0) {
+    return {Code::kUnsupported, where + ": B * H * query tiles exceeds the grid limit of 2^31 - 1 thread blocks"};
+  }
+  auto* kernel = &forward_kernel<Traits>;
+  if (Status s = chained::allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
+  kernel<<<args.map.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
+  return chained::launched(where, args.map.blocks, Traits::kThreads, Traits::kSmemBytes);
+}
+
+}  // namespace hopper
+}  // namespace memeff

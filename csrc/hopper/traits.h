@@ -1,0 +1,70 @@
+// One traits type per kernel of the hopper family: everything the forward kernel needs, from a row of
+// csrc/kernels_rows.py.
+//
+// Memory plan of a thread block (each tile in chunks of 64 columns, wgmma.h):
+//   [ Q ][ K stage 0 | 1 .. ][ V stage 0 | 1 .. ][ barriers, place ]      at the end O takes Q's place
+#pragma once
+
+#include "chained/traits.h"
+#include "common/dropout.h"
+#include "common/softmax.h"
+#include "cutlass/arch/barrier.h"
+#include "hopper/tile.h"
+#include "hopper/wgmma.h"
+
+namespace memeff {
+namespace hopper {
+
+// kM queries, kN keys, K and Kv up to kWidth.
+template <int kM_, int kN_, int kWidth_>
+struct Tile {
+  static constexpr int kM = kM_, kN = kN_, kWidth = kWidth_;
+};
+
+template <typename Element_, typename Tile_, int kStages_, typename Bias_>
+struct ForwardTraits {
+  using Element = Element_;
+  static_assert(sizeof(Element) == 2, "wgmma of 16 bits");
+  static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kWidth = Tile_::kWidth, kValueTile = kWidth;
+  static constexpr int kStages = kStages_;
+  static constexpr bool kBias = Bias_::kBias, kDropout = Bias_::kDropout;
+  static constexpr int kConsumers = kTileM / 64;  // warpgroups that compute
+  static_assert(kTileM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "two or three warpgroups of 64 queries");
+  static constexpr int kConsumerThreads = 128 * kConsumers;
+  static constexpr int kThreads = 128 + kConsumerThreads;  // and one that copies
+  // What a warpgroup gives up and what the others take: 65536 registers in all.
+  static constexpr int kCopyRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kMathRegisters = kConsumers == 2 ? 240 : 160;
+
+  static constexpr int kChunks = (kWidth + kChunk - 1) / kChunk;
+  static constexpr int kQueryChunkBytes = kTileM * kRowBytes, kKeyChunkBytes = kTileN * kRowBytes;
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes, kKeyBytes = kChunks * kKeyChunkBytes;
+  static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
+  static_assert(kWidth % kStep == 0 && kTileN % kStep == 0, "whole steps");
+
+  using CoordS = WarpgroupCoord<kTileN>;
+  using CoordO = WarpgroupCoord<kWidth>;
+  static constexpr int kScores = kTileN / 2, kOutputs = kWidth / 2;  // registers a thread
+  static_assert(kScores + kScores / 2 + kOutputs <= kMathRegisters - 24,
+                "S, P and O live together; the rest needs about 24 registers");
+
+  using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
+  using DropoutState = std::conditional_t<kDropout, DropoutHead, NoDropoutHead>;
+
+  struct Barriers {
+    cutlass::arch::ClusterTransactionBarrier query, key_full[kStages], value_full[kStages];
+    cutlass::arch::ClusterBarrier key_empty[kStages], value_empty[kStages];
+  };
+  struct SharedStorage {
+    alignas(1024) char query[kQueryBytes];  // its rows of O at the end: 64 of each warpgroup, in the same chunks
+    alignas(1024) char key[kStages][kKeyBytes];
+    alignas(1024) char value[kStages][kKeyBytes];
+    Barriers barriers;
+    ForwardTile tile;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= 227 * 1024, "an SM gives a thread block no more than 227 KiB of shared memory");
+};
+
+}  // namespace hopper
+}  // namespace memeff

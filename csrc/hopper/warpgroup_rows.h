@@ -1,0 +1,89 @@
+// The online softmax of one warpgroup's scores.
+#pragma once
+
+#include "hopper/traits.h"
+
+namespace memeff {
+namespace hopper {
+
+// The rows of one thread of a consumer warpgroup: which keys they see, maxima, sums.
+template <typename Traits>
+struct WarpgroupRows {
+  using CoordS = typename Traits::CoordS;
+  using Exponent = typename Traits::Exponent;
+  static constexpr int kTileN = Traits::kTileN, kRows = CoordS::kRows;
+  using Scores = Accumulators<kTileN>;
+
+  ForwardArgs const& args;
+  Visibility const& see;
+  int row, lane;  // the first of its rows
+  SoftmaxState<kRows, false> state;
+
+  CUTLASS_DEVICE WarpgroupRows(ForwardArgs const& args_, Visibility const& see_, int warp_row, int lane_)
+      : args(args_), see(see_), row(warp_row + CoordS::row(lane_, 0)), lane(lane_) {}
+
+  // Raw products -> what Exponent takes; hidden ones become -inf.
+  template <bool kMasked>
+  CUTLASS_DEVICE void finish(Scores& s, int block) const {
+    if (args.premultiply != 1.f) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < Traits::kScores; ++e) s[e] *= args.premultiply;
+    }
+    if constexpr (kMasked) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const int low = see.first(row + 8 * i) - block * kTileN, high = see.limit(row + 8 * i) - block * kTileN;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < CoordS::kColumns; ++j) {
+          const int column = CoordS::column(lane, j);
+          if (column < low || column >= high) s[CoordS::index(i, j)] = negative_infinity();
+        }
+      }
+    }
+  }
+
+  // s -> weights; alpha: the factor for what was accumulated before.
+  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[kRows]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      float max = s[CoordS::index(i, 0)];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 1; j < CoordS::kColumns; ++j) max = fmaxf(max, s[CoordS::index(i, j)]);
+      max = chained::reduce_row<CoordS>(max, [](float a, float b) { return fmaxf(a, b); });
+      const float before = state.max[i];
+      state.max[i] = fmaxf(before, max);
+      const float reference = Exponent::reference(state.max[i], args.exponent);
+      alpha[i] = Exponent::rescale(before, reference, args.exponent);
+      float sum = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < CoordS::kColumns; ++j) {
+        float& x = s[CoordS::index(i, j)];
+        x = Exponent::weight(x, reference, args.exponent);
+        sum += x;
+      }
+      state.sum[i] = state.sum[i] * alpha[i] + sum;
+    }
+  }
+
+  // Adds the sums up over the lanes of a row.
+  CUTLASS_DEVICE void finish_sums() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      state.sum[i] = chained::reduce_row<CoordS>(state.sum[i], [](float a, float b) { return a + b; });
+  }
+};
+
+// Weights as operand A of the second product: registers 4 k .. 4 k + 3 are keys 16 k .. 16 k + 15.
+template <typename Element, int kScores>
+CUTLASS_DEVICE void pack_weights(uint32_t (&to)[kScores / 2], float const (&s)[kScores]) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kScores / 2; ++i) {
+    cutlass::Array<float, 2> pair;
+    pair[0] = s[2 * i], pair[1] = s[2 * i + 1];
+    const auto both = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
+    to[i] = reinterpret_cast<uint32_t const&>(both);
+  }
+}
+
+}  // namespace hopper
+}  // namespace memeff
