@@ -75,7 +75,11 @@ def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
         return "decoding has no backward pass"
     if is_ours(backend):
         family = family_of(backend)
-        return f"no {which} kernels" if family and family not in families(which) else ""
+        if family and family not in families(which):
+            return f"no {which} kernels"
+        return (
+            "" if not family or _has_row(family, cell, sm, which) else "no kernel for these sizes"
+        )
     if backend in OPTIONAL:
         return newer_peers.not_served(backend, cell, sm)
     if backend == "efficient":
@@ -87,6 +91,23 @@ def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
     if max(cell.K, cell.Kv) > WIDEST_PEER_K:
         return f"K and Kv <= {WIDEST_PEER_K}"
     return _not_in_torch(backend, cell, which)
+
+
+def _has_row(family: str, cell: Cell, sm: int, which: str) -> bool:
+    """Whether a kernel family takes the cell's contiguous tensors, in a build with every row."""
+    from memeff_attn import dispatch
+
+    module, _ = dispatch.native()
+    if module is None:
+        return True
+    bits = 16 | cell.K | cell.Kv
+    request = {
+        "sm": sm, "dtype": cell.dtype.replace("fp", "f"), "B": cell.B, "M": cell.M, "N": cell.N,
+        "H": cell.H, "K": cell.K, "Kv": cell.Kv, "alignment": bits & -bits, "pass": which,
+        "has_bias": cell.bias is not None, "dropout": bool(cell.p), "any_build": True,
+        "bias_grad": cell.bias is not None, "variant": f"family:{family}",
+    }  # fmt: skip
+    return bool(module.select(request))
 
 
 def _not_in_torch(backend: str, cell: Cell, which: str) -> str:

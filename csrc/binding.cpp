@@ -204,6 +204,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("forward_plan", &forward_plan);
   m.def("select", &select_name);
   m.def("explain", [](const py::dict& request) { return explain(request_of(request)); });
+  m.def("code_runs", &code_runs);
   m.def("variants", &variants);
   m.def("built_archs", &built_archs);
   m.def("cuda_version", [] { return kBuildInfo.cuda_version; });

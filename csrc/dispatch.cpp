@@ -39,16 +39,26 @@ double blocks_per_sm(const KernelRow& row, const Request& request) {
   return blocks * double(most_parts(row, request)) / double(request.sm_count);
 }
 
-// Machine code runs on its own major capability from its minor one up; PTX on anything at least as new.
 bool has_code(const KernelRow& row, const Request& request) {
   if (request.any_build || is_host_only()) return true;
   if (!row.is_built()) return false;
   for (int32_t sass : row.sass) {
     if (sass == 0) break;
-    if (row.arch_specific ? sass == request.sm : sass / 10 == request.sm / 10 && sass <= request.sm) return true;
+    if (code_runs(sass, row.arch_specific, false, request.sm)) return true;
   }
-  return row.ptx != 0 && row.ptx <= request.sm;
+  return row.ptx != 0 && code_runs(row.ptx, false, true, request.sm);
 }
+
+constexpr char kFamily[] = "family:";
+
+// The family that a request asks for; empty: any.
+std::string family_of(const Request& request) {
+  constexpr size_t kPrefix = sizeof kFamily - 1;
+  return request.variant.compare(0, kPrefix, kFamily) == 0 ? request.variant.substr(kPrefix) : "";
+}
+
+// Is the row chosen, rather than named?
+bool is_automatic(const Request& request) { return request.variant.empty() || !family_of(request).empty(); }
 
 // Full rows have both features: forward ones serve every call with dropout, backward ones every call with a bias,
 // dropout or both. Other rows serve calls with exactly their features.
@@ -87,6 +97,13 @@ constexpr Rule kRules[] = {
     {false, [](const KernelRow& k, const Request& r) { return k.kind == r.pass; },
      [](const KernelRow& k, const Request&) {
        return std::string(k.kind == Pass::kForward ? "is for the forward pass" : "is for the backward pass");
+     }},
+    {false,
+     [](const KernelRow& k, const Request& r) {
+       return r.variant.empty() || !is_automatic(r) || family_of(r) == k.family;
+     },
+     [](const KernelRow& k, const Request& r) {
+       return std::string("is of the family ") + k.family + ", asked for is " + family_of(r);
      }},
     {false, [](const KernelRow& k, const Request& r) { return k.dtype == r.dtype; },
      [](const KernelRow& k, const Request& r) {
@@ -176,6 +193,20 @@ std::string unknown_variant(const std::string& name) {
          to_string(kKernelCount) + " there are";
 }
 
+// Why a request's `variant` says nothing; empty where it does, or is empty.
+std::string unknown(const Request& request) {
+  if (request.variant.empty()) return "";
+  if (!is_automatic(request)) return find(request.variant) == nullptr ? unknown_variant(request.variant) : "";
+  const std::string family = family_of(request);
+  std::string known;
+  for (int i = 0; i < kKernelCount; ++i) {
+    const std::string name = kKernelTable[i].family;
+    if (name == family) return "";
+    if (known.find(name) == std::string::npos) known += (known.empty() ? "" : ", ") + name;
+  }
+  return "no kernel family is named \"" + family + "\"; there are " + known;
+}
+
 std::string request_line(const Request& r) {
   return std::string(r.pass == Pass::kForward ? "forward, " : "backward, ") + dtype_name(r.dtype) +
          (r.math == Math::kTf32 ? " (TF32 allowed)" : "") + ", B " + to_string(r.batch) + ", M " +
@@ -237,8 +268,10 @@ std::string no_kernel_text(const Request& request) {
       return "this build has no code for sm_" + to_string(request.sm) + " (it has " + kBuildInfo.archs +
              "); one with MEMEFF_CUDA_ARCHS=" + to_string(request.sm) + " would run " + row->name;
   }
-  const char* pass = request.pass == Pass::kForward ? "no kernel takes " : "no backward kernel takes ";
-  return pass + std::string(dtype_name(request.dtype)) + " on sm_" + to_string(request.sm) + " with these sizes";
+  const char* pass = request.pass == Pass::kForward ? "no kernel" : "no backward kernel";
+  const std::string family = family_of(request);
+  return pass + (family.empty() ? "" : " of the family " + family) + " takes " + dtype_name(request.dtype) + " on sm_" +
+         to_string(request.sm) + " with these sizes";
 }
 
 }  // namespace
@@ -287,13 +320,13 @@ std::vector<std::string> reasons(const KernelRow& row, const Request& request, b
 Status select(const Request& asked, const KernelRow** row) {
   const Request request = with_chip_facts(asked);
   *row = nullptr;
-  if (request.variant.empty()) {
+  if (const std::string text = unknown(request); !text.empty()) return {Code::kInvalid, text};
+  if (is_automatic(request)) {
     *row = first_fitting(request);
     if (*row == nullptr) return {Code::kUnsupported, explain(request)};
     return {};
   }
   const KernelRow* forced = find(request.variant);
-  if (forced == nullptr) return {Code::kInvalid, unknown_variant(request.variant)};
   if (!reasons(*forced, request, true, 1).empty()) return {Code::kUnsupported, explain(request)};
   *row = forced;
   return {};
@@ -304,14 +337,15 @@ std::string explain(const Request& asked) {
   std::string text = request_line(request);
   if (is_host_only()) text += "\n  this build is host-only: it names the kernel but has no code for any GPU";
   const KernelRow* chosen = nullptr;
-  if (request.variant.empty()) {
+  if (const std::string wrong = unknown(request); !wrong.empty()) return text + "\nchosen: none; " + wrong;
+  if (is_automatic(request)) {
     chosen = first_fitting(request);
-    text += chosen ? std::string("\nchosen: ") + chosen->name + " (the first of the list that fits; " +
+    text += chosen ? std::string("\nchosen: ") + chosen->name + " (the first of the list that fits" +
+                         (request.variant.empty() ? "" : " in the family " + family_of(request)) + "; " +
                          row_facts(*chosen) + ")"
                    : "\nchosen: none; " + no_kernel_text(request);
   } else {
     chosen = find(request.variant);
-    if (chosen == nullptr) return text + "\nchosen: none; " + unknown_variant(request.variant);
     const std::vector<std::string> against = reasons(*chosen, request, true, 8);
     if (!against.empty()) return text + "\nchosen: none; forced " + chosen->name + " " + join(against, "; ");
     text += std::string("\nchosen: ") + chosen->name + " (forced; " + row_facts(*chosen) + ")";

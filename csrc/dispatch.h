@@ -83,12 +83,19 @@ struct Request {
   bool paged = false;      // keys are read through a block table
   bool bias_grad = false;  // backward: the bias' gradient is wanted
   bool any_build = false;  // answer for a build that has every row (a host-only build always does)
-  std::string variant;     // forced row; empty: automatic
+  std::string variant;     // a forced row; "family:" and a name: the choice among its rows; empty: among all
 };
 
 const char* dtype_name(DType dtype);
 const char* pass_name(Pass pass);  // "fwd", "bwd"
 bool is_host_only();
+
+// Machine code runs on its own major capability from its minor one up, that of an arch's specific features on it
+// alone; PTX on anything at least as new.
+constexpr bool code_runs(int32_t code, bool specific, bool ptx, int32_t sm) {
+  if (specific) return code == sm;
+  return code <= sm && (ptx || code / 10 == sm / 10);
+}
 
 // The same with what the sm's usual chip has where smem_optin or sm_count is 0.
 Request with_chip_facts(Request request);

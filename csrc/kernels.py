@@ -28,8 +28,6 @@ ROWS_FILE = CSRC / "kernels_rows.py"
 ARCH_MINIMUM = {"sm70": 70, "sm75": 75, "sm80": 80, "sm90": 90, "simt": 70}
 # Sub-families of arch-specific features (wgmma): they need the "a" target, run on that arch alone.
 ARCH_SPECIFIC = {"sm90"}
-# `register` is a keyword of C++; every other family's namespace is its name.
-NAMESPACES = {"register": "registers"}
 # A unit parses CUTLASS once (10 s) and holds few enough kernels to keep every core busy. A backward
 # row is several kernels, whose symbols do not name it: alone in its unit, they are its own.
 ROWS_PER_UNIT = {"fwd": 2, "bwd": 1}
@@ -200,7 +198,7 @@ def unit_source(unit: Unit) -> str:
     for built in unit.rows:
         row = built.row
         name, traits = row.name, f"rows::{row.name}"
-        space = NAMESPACES.get(row.family, row.family)
+        space = row.traits.partition("::")[0]  # launchers lie beside the traits
         lines += ["namespace rows {", f"struct {name} : {row.traits} {{}};", "}  // namespace rows"]
         facts = {
             "kSmemBytes": row.smem_bytes,

@@ -116,7 +116,7 @@ BOTH = (False, True)
 PLAIN = ("plain",)
 NO_BIAS = (False,)
 BIAS = (True,)
-SPACES = {"chained": "chained", "register": "registers"}  # C++ namespaces
+SPACES = {"register": "registers"}  # C++ namespaces that are not the family's name: a keyword
 FEW_QUERIES: dict[str, Any] = {"max_m": 64, "max_blocks_per_sm": 3}
 
 
@@ -132,7 +132,7 @@ def variants(
     for shape in shapes:
         kind, size = shape.qk.split(":")
         qk = f"chained::{QK[kind].format(size)}"
-        family, space = shape.family, SPACES[shape.family]
+        family, space = shape.family, SPACES.get(shape.family, shape.family)
         output = "OutputInMemory" if shape.in_memory else "OutputInRegisters"
         alignment = shape.alignment or 16 // BYTES[dtype]
         warps = shape.tile[0] // shape.warp[0] * (shape.tile[1] // shape.warp[1])

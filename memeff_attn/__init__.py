@@ -12,7 +12,7 @@ from .attention import (
     memory_efficient_attention_partial,
 )
 from .attn_bias import AttentionBias, LowerTriangularFromBottomRightMask, LowerTriangularMask
-from .dispatch import explain
+from .explanation import explain
 from .merge import Partial, merge_attentions, merge_attentions_autograd
 
 __version__ = "0.1.0"

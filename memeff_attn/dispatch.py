@@ -1,7 +1,7 @@
 """Which operator takes an input, and why the others do not.
 
 Operator classes carry xFormers' attribute names and say by `not_supported_reasons` what they cannot
-do; `explain` tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp, asked
+do; `explain` (explanation.py) tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp, asked
 here through the compiled module.
 """
 
@@ -11,21 +11,14 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import cpu
-from .attn_bias import (
-    MASKS,
-    AttentionBias,
-    MaskRule,
-    is_plain,
-    mask_rule,
-)
+from .attn_bias import MASKS, MaskRule, is_plain, mask_rule
 from .cuda_errors import with_way_out
 from .inputs import Inputs as Inputs  # public here, as in xFormers
 from .mask_arguments import is_copied, sizes_of
@@ -96,7 +89,8 @@ class AttentionOpBase:
     SUPPORTS_BMGHK: ClassVar[bool] = True
     IS_DETERMINISTIC: ClassVar[bool] = True
     VARLEN_LSE_PACKED: ClassVar[bool] = True
-    VARIANT: ClassVar[str] = ""  # the one kernel it runs; empty: the first that fits
+    # The kernel it runs, or "family:" and the name of those it chooses from; empty: any that fits.
+    VARIANT: ClassVar[str] = ""
     PASS: ClassVar[str] = "fwd"  # or "bwd"
 
     @classmethod
@@ -169,7 +163,7 @@ class CpuBwOp(AttentionBwOpBase):
     SUPPORTED_DEVICES = frozenset({"cpu"})
 
 
-class _Chained(AttentionOpBase):
+class _Kernels(AttentionOpBase):
     SUPPORTED_DEVICES = frozenset({"cuda"})
 
     @classmethod
@@ -198,16 +192,16 @@ class _Chained(AttentionOpBase):
         return found
 
 
-class ChainedFwOp(_Chained, AttentionFwOpBase):
-    """Both matrix products chained in one CUTLASS 2.x kernel (csrc/chained): sm70 and newer."""
+class KernelFwOp(_Kernels, AttentionFwOpBase):
+    """Our kernels: of whichever family the first that fits is."""
 
-    NAME = "chained"
+    NAME = "cuda"
 
 
-class ChainedBwOp(_Chained, AttentionBwOpBase):
-    """Its gradients, with the scores computed again: no atomics, the same bits in every run."""
+class KernelBwOp(_Kernels, AttentionBwOpBase):
+    """Their gradients, with the scores computed again."""
 
-    NAME = "chained_bwd"
+    NAME = "cuda_bwd"
 
     @classmethod
     def _mask_reasons(cls, d: Inputs) -> list[str]:
@@ -219,12 +213,36 @@ class ChainedBwOp(_Chained, AttentionBwOpBase):
         ]
 
 
-ALL_FW_OPS: list[type[AttentionFwOpBase]] = [ChainedFwOp, CpuFwOp]
+class RegisterFwOp(KernelFwOp):
+    """The weights stay in registers between the two products (csrc/register): 16 bits, sm80 and
+    newer."""
+
+    NAME = "register"
+    VARIANT = "family:register"
+
+
+class ChainedFwOp(KernelFwOp):
+    """Both matrix products chained in one CUTLASS 2.x kernel (csrc/chained): sm70 and newer."""
+
+    NAME = "chained"
+    VARIANT = "family:chained"
+
+
+class ChainedBwOp(KernelBwOp):
+    """Its gradients: no atomics, the same bits in every run."""
+
+    NAME = "chained_bwd"
+    VARIANT = "family:chained"
+
+
+# Those one may insist on. Which family serves a call that names none is csrc/kernels_rows.py's
+# choice, row by row.
+ALL_FW_OPS: list[type[AttentionFwOpBase]] = [RegisterFwOp, ChainedFwOp, CpuFwOp]
 ALL_BW_OPS: list[type[AttentionBwOpBase]] = [ChainedBwOp, CpuBwOp]
 _FAMILIES: dict[tuple[str, str], type[AttentionOpBase]] = {
-    ("chained", "fwd"): ChainedFwOp,
-    ("chained", "bwd"): ChainedBwOp,
-    ("register", "fwd"): ChainedFwOp,  # the same chain, P in registers
+    (op.VARIANT.removeprefix("family:"), op.PASS): op
+    for op in (*ALL_FW_OPS, *ALL_BW_OPS)
+    if op.VARIANT
 }
 AttentionOp = tuple[type[AttentionFwOpBase] | None, type[AttentionBwOpBase] | None]
 
@@ -296,8 +314,7 @@ def _listing(op: type[AttentionOpBase], reasons: list[str]) -> str:
 def no_operator_text(d: Inputs, kernel_text: str = "", backward: bool = False) -> str:
     """The text of NotImplementedError; kernel_text: what csrc/dispatch.cpp says already."""
     parts = [f"No operator found for `{_OPERATORS[backward]}` with inputs:", str(d)]
-    candidates: Sequence[type[AttentionOpBase]] = ALL_BW_OPS if backward else ALL_FW_OPS
-    for op in candidates:
+    for op in (KernelBwOp, CpuBwOp) if backward else (KernelFwOp, CpuFwOp):
         reasons = op.not_supported_reasons(d)
         if not reasons and kernel_text:
             reasons = [kernel_text.replace("\n", "\n    ")]
@@ -306,17 +323,30 @@ def no_operator_text(d: Inputs, kernel_text: str = "", backward: bool = False) -
     return "\n".join(parts)
 
 
+def _chosen(op: type[_Op], d: Inputs) -> type[_Op]:
+    """The operator of the family whose kernel would run; op itself where none needs to."""
+    if _is_empty(d):
+        return op
+    name = _C().select(request_of(d, _gpu_of(d.query.device), which=op.PASS))
+    family = next((row["family"] for row in _C().variants() if row["name"] == name), "")
+    found = _FAMILIES.get((family, op.PASS), op)
+    assert issubclass(found, op)
+    return found
+
+
 def _dispatch_fw(inp: Inputs, needs_gradient: bool = False) -> type[AttentionFwOpBase]:
-    for op in ALL_FW_OPS:
-        if op.supports(inp):
-            return op
+    if KernelFwOp.supports(inp):
+        return _chosen(KernelFwOp, inp)
+    if CpuFwOp.supports(inp):
+        return CpuFwOp
     raise NotImplementedError(no_operator_text(inp))
 
 
 def _dispatch_bw(inp: Inputs, varlen_lse_packed: bool | None = None) -> type[AttentionBwOpBase]:
-    for op in ALL_BW_OPS:
-        if op.supports(inp):
-            return op
+    if KernelBwOp.supports(inp):
+        return _chosen(KernelBwOp, inp)
+    if CpuBwOp.supports(inp):
+        return CpuBwOp
     raise NotImplementedError(no_operator_text(inp, backward=True))
 
 
@@ -404,75 +434,3 @@ def tf32_allowed() -> bool:
         matmul, "fp32_precision", None
     )  # torch >= 2.9; reading allow_tf32 raises once this one is set
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
-
-
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | AttentionBias | None = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    device: Any = None,
-    backward: bool = False,
-) -> str:
-    """Which operator and kernel `memory_efficient_attention` would run on these inputs, and why not
-    the others.
-
-    Shapes, Dtypes: as `memory_efficient_attention`.
-    Args: the same, and device: a GPU that need not be here ("sm_70", (9, 0)), or "cpu"; default:
-        the tensors' device. backward: the kernel of the backward pass instead (with the gradient of
-        a bias that requires one).
-    Memory: none; nothing is launched.
-    Raises: ValueError where the inputs disagree with each other.
-    Source: csrc/dispatch.cpp and cpu.py.
-    """
-    inputs = Inputs(query, key, value, attn_bias, p, scale)
-    inputs.validate_inputs()
-    chosen: type[AttentionOpBase] | None = resolve_bw_op(op) if backward else resolve_op(op)
-    if device is None:
-        device = query.device
-    if str(device).startswith("cpu"):
-        return _explain_cpu(inputs, chosen, backward)
-    gpu_op: type[_Chained] = ChainedBwOp if backward else ChainedFwOp
-    here = str(device).startswith("cuda")
-    missing = native()[1]
-    reasons = [r for r in gpu_op._inherent_reasons(inputs) if not r.startswith("device is")]
-    if chosen is not None and not issubclass(chosen, gpu_op):
-        reasons.append(f"op={chosen.NAME} does not run on a GPU")
-    if missing or reasons:
-        return "chosen: none\n" + _listing(gpu_op, [*reasons, missing] if missing else reasons)
-    if _is_empty(inputs):
-        return "chosen: none; an input is empty, the result needs no kernel"
-    gpu = _gpu_of(torch.device(device)) if here else gpu_named(device)
-    name = chosen.VARIANT if chosen else ""
-    text: str = _C().explain(request_of(inputs, gpu, name, gpu_op.PASS))
-    return text
-
-
-def _explain_cpu(d: Inputs, chosen: type[AttentionOpBase] | None, backward: bool) -> str:
-    cpu_op: type[AttentionOpBase] = CpuBwOp if backward else CpuFwOp
-    reasons = [r for r in cpu_op.not_supported_reasons(d) if not r.startswith("device is")]
-    if chosen is not None and not issubclass(chosen, cpu_op):
-        reasons.append(f"op={chosen.NAME} does not run on the CPU")
-    if reasons:
-        return "chosen: none\n" + _listing(cpu_op, reasons)
-    path, why = _cpu_route(d, backward)
-    name = "PyTorch's flash kernel for the CPU" if path == "flash" else "blockwise PyTorch"
-    other = ChainedBwOp if backward else ChainedFwOp
-    others = f"the others:\n  - takes tensors on a GPU: {other.NAME}"
-    return f"chosen: {cpu_op.NAME}, {name} ({why})\n{others}"
-
-
-def _cpu_route(d: Inputs, backward: bool) -> tuple[str, str]:
-    """("flash" or "blockwise", why)."""
-    rule = mask_rule(d.attn_bias, d.query, d.key)
-    bias, causal = rule.bias, rule.causal
-    if causal is None or not is_plain(d.attn_bias):
-        return "blockwise", "PyTorch's flash kernel knows no such mask"
-    settings = d.query, d.key, d.value, bias, d.scale_float, causal, d.p
-    if backward:
-        return cpu.backward_route(*settings, bias is not None and bias.requires_grad)
-    return cpu.route(*settings)

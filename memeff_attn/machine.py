@@ -211,7 +211,7 @@ def check_gpu(gpu: Gpu, module: Any, driver: Driver, facts: Torch) -> Finding:
             f"{_text(driver.cuda)}",
             f"update the driver, or {rebuild}",
         )
-    if facts.gpus and facts.archs and not runs_on(facts.archs, gpu.sm):
+    if facts.gpus and facts.archs and not runs_on(module, facts.archs, gpu.sm):
         return Finding(
             False,
             f"{what}: torch {facts.version} has no code for it ({' '.join(facts.archs)})",
@@ -231,23 +231,19 @@ def _code_for(module: Any, sm: int, dtype: str) -> str:
         if not name:
             return ""
         archs = [a for a in rows[name]["built_archs"] if a.startswith("sm_")]
-        kinds.append("machine code" if runs_on(archs, sm) else "PTX")
+        kinds.append("machine code" if runs_on(module, archs, sm) else "PTX")
     return max(kinds, key=["machine code", "PTX"].index)
 
 
-def runs_on(archs: list[str] | tuple[str, ...], sm: int) -> bool:
-    """Whether code for these ("sm_80", "sm_90a", "compute_90") runs on the compute capability:
-    machine code within its major one from its minor one up, PTX on all that is newer."""
-    for arch in archs:
-        found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch)
-        if found is None:
-            continue
-        kind, number, specific = found[1], int(found[2]), bool(found[3])
-        if specific and number != sm:
-            continue
-        if number <= sm and (kind == "compute" or number // 10 == sm // 10):
-            return True
-    return False
+def runs_on(module: Any, archs: list[str] | tuple[str, ...], sm: int) -> bool:
+    """Whether code for these ("sm_80", "sm_90a", "compute_90"), ours or torch's, runs on the
+    compute capability."""
+    parsed = (re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch) for arch in archs)
+    return any(
+        module.code_runs(int(found[2]), bool(found[3]), found[1] == "compute", sm)
+        for found in parsed
+        if found is not None
+    )
 
 
 def _text(version: Version | None) -> str:

@@ -31,9 +31,9 @@ from .mask_arguments import MaskArguments, check_call, mask_of, rule_of
 from .mask_rule import MaskRule
 
 # attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant:
-# "" or a kernel's name; seed: {seed, offset} (dropout.py), given exactly where p > 0; windows and
-# sequences: mask_arguments.py. Returns out and the log-sum-exp in two parts (two_part_lse_shape;
-# [0] where need_lse is false).
+# "", a kernel's name, or "family:" and a family's; seed: {seed, offset} (dropout.py), given exactly
+# where p > 0; windows and sequences: mask_arguments.py. Returns out and the log-sum-exp in two
+# parts (two_part_lse_shape; [0] where need_lse is false).
 _SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, "
     "bool tf32, bool need_lse, str variant, float p=0.0, Tensor? seed=None, "

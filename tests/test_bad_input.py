@@ -149,7 +149,7 @@ def test_unsupported(name: str) -> None:
     assert re.search(text, message), message
     assert "query: shape (2, 5, 4, 8)" in message
     assert "cpu is not supported because" in message
-    assert "chained is not supported because" in message
+    assert "cuda is not supported because" in message
 
 
 def test_masks_of_later_work() -> None:
@@ -337,7 +337,7 @@ def test_failures_become_exceptions(launches: Launches, monkeypatch: pytest.Monk
     launches.failures = [(ops.UNSUPPORTED, "chosen: none; this build has no code for sm_90")]
     with pytest.raises(NotImplementedError) as caught:
         attention(*qkv(), LowerTriangularMask())
-    assert "chained is not supported because" in str(caught.value)
+    assert "cuda is not supported because" in str(caught.value)
     assert "no code for sm_90" in str(caught.value)
     assert "attn_bias: LowerTriangularMask" in str(caught.value)
     launches.failures = [(ops.INVALID, "no kernel variant is named")]

@@ -461,6 +461,7 @@ def test_run_says_what_is_wrong(
     cpu_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "families", lambda which="fwd": {"wrong": None})
+    monkeypatch.setattr(backends, "_has_row", lambda *asked: True)
     names = ",".join([*backends.DEFAULT, "memeff-wrong"])
     assert main(["run", "--set", "features", "--out", str(cpu_run), "--backends", names]) == 1
     text = capsys.readouterr().out

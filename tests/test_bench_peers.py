@@ -23,6 +23,7 @@ def test_families_are_those_of_dispatch() -> None:
 
     assert backends.families("fwd")["chained"] is dispatch.ChainedFwOp
     assert backends.families("bwd")["chained"] is dispatch.ChainedBwOp
+    assert backends.families("fwd")["register"] is dispatch.RegisterFwOp
     assert "cpu" not in backends.families()
     assert backends.family_of("memeff-chained") == "chained"
     assert not any(map(backends.family_of, ("memeff", backends.FIXED, "memeff:chained_sm80_f16")))
@@ -34,11 +35,21 @@ def test_families_are_those_of_dispatch() -> None:
 
 
 def test_a_family_without_a_pass_does_not_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"fwd": {"one": None}, "bwd": {}}
+    found = {"fwd": {"chained": None}, "bwd": {}}
     monkeypatch.setattr(backends, "families", lambda which="fwd": found[which])
     cell = shapes.cells("llm")[0]
-    assert backends.not_served("memeff-one", cell, 90, "fwd") == ""
-    assert backends.not_served("memeff-one", cell, 90, "bwd") == "no bwd kernels"
+    assert backends.not_served("memeff-chained", cell, 90, "fwd") == ""
+    assert backends.not_served("memeff-chained", cell, 90, "bwd") == "no bwd kernels"
+
+
+def test_a_family_without_a_row_does_not_serve_a_cell() -> None:
+    pytest.importorskip("memeff_attn._C", reason="memeff_attn is not compiled")
+    of_k = {c.K: c for set_ in ("llm", "anyk") for c in shapes.cells(set_)}
+    no, plain = backends.not_served, shapes.cells("llm")[0]
+    assert no("memeff-register", plain, 90) == "" == no("memeff", of_k[512], 90)
+    for cell, sm in ((of_k[512], 90), (plain, 75), (shapes.cells("fp32")[0], 90)):
+        assert no("memeff-register", cell, sm) == "no kernel for these sizes"
+        assert no("memeff-chained", cell, sm) == ""
 
 
 def test_a_family_is_forced_through_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +64,11 @@ def test_a_family_is_forced_through_dispatch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memeff_attn, "memory_efficient_attention", call)
     cell = CHECKED["plain"]
     tensors = tensors_of(cell)
-    for name in ("memeff", "memeff-chained"):
+    names = ("chained", "register")
+    for name in ("memeff", *(f"memeff-{name}" for name in names)):
         backends.make_call(name, cell, tensors, "fwd")()
-    both = (backends.families("fwd")["chained"], backends.families("bwd")["chained"])
-    assert seen == [None, both]
+    both = [(backends.families("fwd")[x], backends.families("bwd").get(x)) for x in names]
+    assert seen == [None, *both]
 
 
 def test_who_of_the_newer_peers_serves_what() -> None:

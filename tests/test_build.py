@@ -94,10 +94,8 @@ template <class T> Status launch_backward(const BackwardParams& p, cudaStream_t 
 def rows_file(tmp_path: Path) -> Path:
     path = tmp_path / "rows.py"
     path.write_text(ROWS.replace("FOLDER", tmp_path.as_posix()))
-    for family in ("chained", "register"):
-        (tmp_path / f"{family}.h").write_text(
-            HEADER.replace("FAMILY", kernels.NAMESPACES.get(family, family))
-        )
+    for family, space in (("chained", "chained"), ("register", "registers")):
+        (tmp_path / f"{family}.h").write_text(HEADER.replace("FAMILY", space))
     return path
 
 

@@ -143,6 +143,55 @@ def serves(row: dict[str, Any], asked: dict[str, Any]) -> bool:
     return bool(row["bias"] == bias and row["dropout"] == dropout)
 
 
+@pytest.mark.parametrize("family", sorted({row["family"] for row in ROWS}))
+@pytest.mark.parametrize("kind", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_family_is_the_first_fitting_row_of_its_own(family: str, kind: str, dtype: str) -> None:
+    """And where it has none, every row says why, those of others that they are of others."""
+    own = [
+        row for row in ROWS if (row["family"], row["kind"], row["dtype"]) == (family, kind, dtype)
+    ]
+    for sm, k, alignment in itertools.product(SMS, (1, 64, 128, 200, 512), (1, 8)):
+        asked = request(
+            sm=sm, dtype=dtype, K=k, Kv=k, alignment=alignment, variant=f"family:{family}",
+            **{"pass": kind},
+        )  # fmt: skip
+        free = {**asked, "variant": ""}
+        chosen, best = _C.select(asked), _C.select(free)
+        if not chosen:
+            assert not best or BY_NAME[best]["family"] != family
+            text = _C.explain(asked)
+            assert f"of the family {family} takes {dtype}" in text
+            others = {row["family"] for row in ROWS if row["kind"] == kind} - {family}
+            assert all(
+                f"is of the family {other}, asked for is {family}" in text for other in others
+            )
+            continue
+        fits = [row for row in own if _C.select({**asked, "variant": row["name"]}) == row["name"]]
+        assert chosen in names(fits)
+        if best and BY_NAME[best]["family"] == family:
+            assert chosen == best
+        assert f"chosen: {chosen} (the first of the list that fits in the family {family};" in (
+            _C.explain(asked)
+        )
+
+
+def test_an_unknown_family_is_said_to_be_unknown() -> None:
+    text = _C.explain(request(variant="family:nonesuch"))
+    assert 'no kernel family is named "nonesuch"; there are ' in text
+    assert all(row["family"] in text for row in ROWS)
+    assert _C.select(request(variant="family:nonesuch")) == ""
+
+
+@pytest.mark.parametrize(("code", "sm", "runs"), [
+    ((80, False, False), 86, True), ((86, False, False), 80, False), ((80, False, False), 90, False),
+    ((80, False, True), 120, True), ((90, False, True), 80, False), ((90, True, False), 90, True),
+    ((100, True, False), 103, False), ((90, True, True), 100, False),
+])  # fmt: skip
+def test_where_code_runs(code: tuple[int, bool, bool], sm: int, runs: bool) -> None:
+    assert _C.code_runs(*code, sm) == runs
+
+
 @pytest.mark.parametrize("name", names(ROWS))
 def test_bias_and_dropout_pick_plain_or_full_rows(name: str) -> None:
     row = BY_NAME[name]

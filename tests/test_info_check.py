@@ -34,12 +34,20 @@ def driver(*gpus: Gpu, cuda: tuple[int, int] = (12, 4), **fields: Any) -> Driver
     return Driver(cuda, "550.54.15", gpus, hardware=True, **fields)
 
 
+def compiled_module() -> Any:
+    module, reason = dispatch.native()
+    if module is None:
+        pytest.skip(reason)
+    return module
+
+
 def build(*archs: str, cuda: str = "12.4") -> Any:
     """A compiled module whose only rows, one for each pass, have code for these archs."""
     rows = [{"name": which, "built_archs": list(archs)} for which in ("fwd", "bwd")]
 
     def select(request: dict[str, Any]) -> str:
-        return str(request["pass"]) if machine.runs_on(archs, request["sm"]) else ""
+        runs = machine.runs_on(compiled_module(), archs, request["sm"])
+        return str(request["pass"]) if runs else ""
 
     return SimpleNamespace(
         is_cuda_build=bool(archs),
@@ -47,6 +55,7 @@ def build(*archs: str, cuda: str = "12.4") -> Any:
         built_archs=lambda: list(archs),
         variants=lambda: rows,
         select=select,
+        code_runs=lambda *code: compiled_module().code_runs(*code),
     )
 
 
@@ -137,7 +146,7 @@ def test_driver_without_its_library_or_devices() -> None:
     ],
 )  # fmt: skip
 def test_where_code_runs(archs: tuple[str, ...], sm: int, runs: bool) -> None:
-    assert machine.runs_on(archs, sm) == runs
+    assert machine.runs_on(compiled_module(), archs, sm) == runs
 
 
 def test_report_says_the_way_out_and_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,7 +281,7 @@ def test_rows_that_sequences_share() -> None:
         key = torch.empty(1, length, 2, 8, device="meta")
         assert mask_rule(mask, query, key).shared_keys
         assert attention(query, key, key, mask).shape == query.shape
-        text = r"(?s)chained_bwd is not supported because:.*share rows of key and value"
+        text = r"(?s)cuda_bwd is not supported because:.*share rows of key and value"
         with pytest.raises(NotImplementedError, match=text):
             attention(query.requires_grad_(), key, key, mask)
         with torch.no_grad():

@@ -52,8 +52,8 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
       : Tile(args_, smem_),
         split(blockIdx.x % args_.splits),
         own(blockIdx.x / args_.splits, args_.p.grad_bias, false, args_, args_.p.forward) {
-    this->set_problem(locate_problem<false>(f, 0, kTileM, 0, false).problem,
-                      {});  // of batch entry 0; sizes are the same
+    // Of batch entry 0: sizes are the same. Where a head starts is each item's.
+    this->set_problem(locate_problem<false>(f, 0, kTileM, 0, false).problem);
   }
 
   CUTLASS_DEVICE uint32_t items() const {

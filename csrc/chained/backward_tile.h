@@ -73,12 +73,15 @@ struct BackwardTile {
     warp_column = warp / Traits::kWarpsM * (kTileN / Traits::kWarpsN);
   }
 
-  // What the block works on, before anything else. head: the first one.
+  // What the block works on, before anything else: its sequence, and (not kBias) its first head.
   CUTLASS_DEVICE void set_problem(Problem const& problem, Head const& head) const {
+    if (thread == 0) smem.start = start_of(problem, head);
+    set_problem(problem);
+  }
+  CUTLASS_DEVICE void set_problem(Problem const& problem) const {
     if (thread == 0) {
       smem.n = problem;
       smem.see = Visibility(f, problem.queries, problem.keys);
-      smem.start = start_of(problem, head);
     }
     __syncthreads();
   }

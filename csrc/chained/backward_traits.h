@@ -154,7 +154,7 @@ struct BackwardTraits
     // Kept here, not in registers.
     Problem n;
     Visibility see;
-    HeadStart start;
+    HeadStart start;             // kBias: not used
     float lse[kStatRows];        // +inf for a query that sees nothing or is none
     float delta[kStatRows];      // 0 for those
     float scale[Chain::kTileM];  // of the output, for its epilogue

@@ -179,7 +179,7 @@ def reasons(inp: Inputs, backward: bool) -> list[str]:
     given = KernelInputs(
         inp.query, inp.key, inp.value, inp.attn_bias, inp.p, inp.scale, None, inp.is_partial
     )
-    op = dispatch.ChainedBwOp if backward else dispatch.ChainedFwOp
+    op = dispatch.KernelBwOp if backward else dispatch.KernelFwOp
     try:
         return op.not_supported_reasons(given)
     except ValueError as error:  # the mask and the tensors disagree
