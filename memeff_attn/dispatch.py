@@ -213,6 +213,13 @@ class KernelBwOp(_Kernels, AttentionBwOpBase):
         ]
 
 
+class HopperFwOp(KernelFwOp):
+    """TMA and wgmma (csrc/hopper): 16 bits, sm90."""
+
+    NAME = "hopper"
+    VARIANT = "family:hopper"
+
+
 class RegisterFwOp(KernelFwOp):
     """The weights stay in registers between the two products (csrc/register): 16 bits, sm80 and
     newer."""
@@ -237,7 +244,12 @@ class ChainedBwOp(KernelBwOp):
 
 # Those one may insist on. Which family serves a call that names none is csrc/kernels_rows.py's
 # choice, row by row.
-ALL_FW_OPS: list[type[AttentionFwOpBase]] = [RegisterFwOp, ChainedFwOp, CpuFwOp]
+ALL_FW_OPS: list[type[AttentionFwOpBase]] = [
+    HopperFwOp,
+    RegisterFwOp,
+    ChainedFwOp,
+    CpuFwOp,
+]
 ALL_BW_OPS: list[type[AttentionBwOpBase]] = [ChainedBwOp, CpuBwOp]
 _FAMILIES: dict[tuple[str, str], type[AttentionOpBase]] = {
     (op.VARIANT.removeprefix("family:"), op.PASS): op
