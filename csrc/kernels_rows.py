@@ -267,9 +267,9 @@ def gradients(
 
 # Hopper: TMA and wgmma.
 HOPPER = [
-    Wgmma("k64", (192, 128, 64), 2, 91136, spills=True),
-    Wgmma("k128", (128, 128, 128), 2, 164864),
-    Wgmma("k256", (128, 64, 256), 2, 197632),
+    Wgmma("k64", (192, 128, 64), 2, 115712, spills=True),
+    Wgmma("k128", (128, 128, 128), 2, 197632, spills=True),
+    Wgmma("k256", (128, 64, 256), 2, 197632, spills=True),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.

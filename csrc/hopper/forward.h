@@ -1,17 +1,19 @@
-// The forward kernel on wgmma and TMA: one warpgroup copies, two or three compute 64 queries each.
+// The forward kernel on wgmma and TMA: one warp copies, two or three warpgroups compute 64 queries each. A block stays
+// on its SM and takes tile after tile, so that one tile's end and the next one's start overlap.
 //
 //   copies      Q K(n) | K(n-1) V(n) | K(n-2) V(n-1) | ...                     rings of kStages in shared memory
 //   warpgroup 0        | S(n-1), O += P(n) V(n) | softmax(n-1) | S(n-2), ...
 //   warpgroup 1                                 | S(n-1), O += P(n) V(n) | softmax(n-1) | ...
 //
 // Within a warpgroup the tensor cores run S of the next key block and P V of this one while it turns the former into
-// weights; between warpgroups named barriers let one issue its products while another computes exponentials. P stays in
-// registers as operand A. Key blocks run from the last to the first, so the masked ones come first.
+// weights; the last P V of a tile runs beside the first S of the next tile, and O is written meanwhile. Between
+// warpgroups named barriers let one issue its products while another computes exponentials. P stays in registers as
+// operand A. Key blocks run from the last to the first.
 #pragma once
 
-#include "cute/arch/copy_sm90.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/reg_reconfig.h"
+#include "hopper/output.h"
 #include "hopper/warpgroup_rows.h"
 
 namespace memeff {
@@ -31,8 +33,8 @@ struct ForwardBlock {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   using CoordS = typename Traits::CoordS;
-  using Exponent = typename Traits::Exponent;
   using NamedBarrier = cutlass::arch::NamedBarrier;
+  using Rows = WarpgroupRows<Traits>;
   using RingOf = Ring<Traits::kStages>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kConsumers = Traits::kConsumers;
   using Scores = Accumulators<kTileN>;
@@ -42,50 +44,96 @@ struct ForwardBlock {
   ForwardArgs const& args;
   ForwardParams const& p;
   SharedStorage& smem;
-  ForwardTile const& tile;
   int thread, warp, lane, consumer;  // consumer: -1 in the warpgroup that copies; warp: within the warpgroup
+  RingOf keys, values;               // the stages that come next
+  Ring<Traits::kQueryBuffers> queries;
+  int place = 0;  // of the tile that comes next
 
-  CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_)
-      : args(args_), p(args_.p), smem(smem_), tile(smem_.tile) {
+  CUTLASS_DEVICE ForwardBlock(ForwardArgs const& args_, SharedStorage& smem_) : args(args_), p(args_.p), smem(smem_) {
     const int all = cutlass::canonical_warp_idx_sync();
     thread = threadIdx.x % 128, warp = all % 4, lane = threadIdx.x % 32, consumer = all / 4 - 1;
   }
 
   CUTLASS_DEVICE void run() {
-    const ForwardTile found = find_tile<kTileM, kTileN>(args);
-    if (found.rows <= 0) return;
-    if (threadIdx.x == 0) {
-      smem.tile = found;
-      start_barriers();
-    }
+    if (threadIdx.x == 0) start_barriers();
     __syncthreads();
     if (consumer < 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
-      if (warp == 0 && cute::elect_one_sync()) copy_all();
+      if (warp == 0) copy_tiles();
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
-      compute();
+      compute_tiles();
     }
   }
 
   CUTLASS_DEVICE void start_barriers() {
-    smem.barriers.query.init(1);
+    auto& b = smem.barriers;
+    const int arrivals = 4 * kConsumers;  // a lane of each warp
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Traits::kQueryBuffers; ++i) {
+      b.query_full[i].init(1);
+      b.query_empty[i].init(arrivals);
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Traits::kStages; ++i) {
-      smem.barriers.key_full[i].init(1);
-      smem.barriers.value_full[i].init(1);
-      smem.barriers.key_empty[i].init(4 * kConsumers);  // a lane of each warp arrives
-      smem.barriers.value_empty[i].init(4 * kConsumers);
+      b.key_full[i].init(1);
+      b.value_full[i].init(1);
+      b.key_empty[i].init(arrivals);
+      b.value_empty[i].init(arrivals);
     }
     cutlass::arch::fence_barrier_init();
   }
 
-  // --- the warpgroup that copies: one thread ---
+  // --- the warp that copies ---
 
-  // A tile of all columns: kBytes of each chunk.
+  CUTLASS_DEVICE void copy_tiles() {
+    for (uint32_t turn = 0;; ++turn) {
+      const uint32_t number = tile_number(args, turn);
+      if (number >= args.map.blocks) break;
+      const ForwardTile tile = find_tile<kTileM, kTileN>(args, number);
+      if (tile.rows <= 0) continue;
+      if (lane == 0) copy_tile(tile);
+      __syncwarp();
+    }
+    if (lane == 0) {
+      publish(ForwardTile{});
+      smem.barriers.query_full[queries.stage].arrive();
+    }
+  }
+
+  // Writes the tile's place, when Q's buffer is free. The arrival on query_full makes it known.
+  CUTLASS_DEVICE void publish(ForwardTile const& tile) {
+    smem.barriers.query_empty[queries.stage].wait(queries.phase ^ 1);
+    smem.tiles[place] = tile;
+    __threadfence_block();
+    place = (place + 1) % Traits::kPlaces;
+  }
+
+  // One lane. Queries, keys and values as their buffers become free.
+  CUTLASS_DEVICE void copy_tile(ForwardTile const& tile) {
+    const bool any = tile.first_block < tile.after_block;
+    if (any) copy_keys(tile, tile.after_block - 1);
+    publish(tile);
+    auto& full = smem.barriers.query_full[queries.stage];
+    if (any) {
+      copy<Traits::kQueryChunkBytes>(args.query, smem.query[queries.stage], full, tile, tile.n.query_row + tile.row0,
+                                     cute::TMA::CacheHintSm90::EVICT_FIRST);
+    } else {
+      full.arrive();
+    }
+    queries.next();
+    if (!any) return;
+    for (int block = tile.after_block - 2; block >= tile.first_block; --block) {
+      copy_keys(tile, block);
+      copy_values(tile, block + 1);
+    }
+    copy_values(tile, tile.first_block);
+  }
+
+  // All columns of a tile: kBytes of each chunk.
   template <int kBytes>
-  CUTLASS_DEVICE void copy(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full, int row,
-                           cute::TMA::CacheHintSm90 hint) const {
+  CUTLASS_DEVICE void copy(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full,
+                           ForwardTile const& tile, int row, cute::TMA::CacheHintSm90 hint) const {
     full.arrive_and_expect_tx(Traits::kChunks * kBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < Traits::kChunks; ++c) {
@@ -95,246 +143,254 @@ struct ForwardBlock {
     }
   }
 
-  CUTLASS_DEVICE void copy_keys(int block, RingOf& ring) const {
-    smem.barriers.key_empty[ring.stage].wait(ring.phase ^ 1);
-    copy<Traits::kKeyChunkBytes>(args.key, smem.key[ring.stage], smem.barriers.key_full[ring.stage],
+  CUTLASS_DEVICE void copy_keys(ForwardTile const& tile, int block) {
+    smem.barriers.key_empty[keys.stage].wait(keys.phase ^ 1);
+    copy<Traits::kKeyChunkBytes>(args.key, smem.key[keys.stage], smem.barriers.key_full[keys.stage], tile,
                                  tile.n.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
-    ring.next();
+    keys.next();
   }
-  CUTLASS_DEVICE void copy_values(int block, RingOf& ring) const {
-    smem.barriers.value_empty[ring.stage].wait(ring.phase ^ 1);
-    copy<Traits::kKeyChunkBytes>(args.value, smem.value[ring.stage], smem.barriers.value_full[ring.stage],
+  CUTLASS_DEVICE void copy_values(ForwardTile const& tile, int block) {
+    smem.barriers.value_empty[values.stage].wait(values.phase ^ 1);
+    copy<Traits::kKeyChunkBytes>(args.value, smem.value[values.stage], smem.barriers.value_full[values.stage], tile,
                                  tile.n.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
-    ring.next();
-  }
-
-  CUTLASS_DEVICE void copy_all() const {
-    const int first_block = tile.first_block, after_block = tile.after_block;
-    if (first_block >= after_block) return;
-    RingOf keys, values;
-    copy<Traits::kQueryChunkBytes>(args.query, smem.query, smem.barriers.query, tile.n.query_row + tile.row0,
-                                   cute::TMA::CacheHintSm90::EVICT_FIRST);
-    copy_keys(after_block - 1, keys);
-    for (int block = after_block - 2; block >= first_block; --block) {
-      copy_keys(block, keys);
-      copy_values(block + 1, values);
-    }
-    copy_values(first_block, values);
+    values.next();
   }
 
   // --- a warpgroup that computes ---
 
-  // Products are issued by one warpgroup after the other: barrier i is warpgroup i's turn.
+  // Products are issued by one warpgroup after the other: barrier i is warpgroup i's turn. Every warpgroup has a turn
+  // for each key block of the tile.
   static constexpr uint32_t kTurnThreads = 256;  // the warpgroup that waits and the one that passes the turn on
   CUTLASS_DEVICE void take_turn() const { NamedBarrier::sync(kTurnThreads, uint32_t(consumer)); }
   CUTLASS_DEVICE void pass_turn() const {
     NamedBarrier::arrive(kTurnThreads, uint32_t(consumer + 1 == kConsumers ? 0 : consumer + 1));
   }
-  CUTLASS_DEVICE void sync_warpgroup() const { NamedBarrier::sync(128, uint32_t(kConsumers + consumer)); }
-  CUTLASS_DEVICE void sync_consumers() const { NamedBarrier::sync(Traits::kConsumerThreads, uint32_t(2 * kConsumers)); }
+  CUTLASS_DEVICE void sync_consumers() const { NamedBarrier::sync(Traits::kConsumerThreads, uint32_t(kConsumers)); }
 
   CUTLASS_DEVICE void release(cutlass::arch::ClusterBarrier& empty) const {
     if (lane == 0) empty.arrive();
   }
+  CUTLASS_DEVICE void wait_keys() const { smem.barriers.key_full[keys.stage].wait(keys.phase); }
+  CUTLASS_DEVICE void wait_values() const { smem.barriers.value_full[values.stage].wait(values.phase); }
+  CUTLASS_DEVICE void release_keys() {
+    release(smem.barriers.key_empty[keys.stage]);
+    keys.next();
+  }
+  CUTLASS_DEVICE void release_values() {
+    release(smem.barriers.value_empty[values.stage]);
+    values.next();
+  }
+
+  CUTLASS_DEVICE void release_queries() {
+    release(smem.barriers.query_empty[queries.stage]);
+    queries.next();
+  }
 
   CUTLASS_DEVICE static uint32_t address(void const* in_shared) { return cute::cast_smem_ptr_to_uint(in_shared); }
 
-  CUTLASS_DEVICE void start_scores_of(Scores& s, int stage) const {
-    const uint64_t a = make_descriptor(address(smem.query) + consumer * 64 * kRowBytes, Traits::kQueryChunkBytes);
-    const uint64_t b = make_descriptor(address(smem.key[stage]), Traits::kKeyChunkBytes);
+  CUTLASS_DEVICE void start_scores_of(Scores& s) const {
+    const uint64_t a =
+        make_descriptor(address(smem.query[queries.stage]) + consumer * 64 * kRowBytes, Traits::kQueryChunkBytes);
+    const uint64_t b = make_descriptor(address(smem.key[keys.stage]), Traits::kKeyChunkBytes);
     fence(s);
     cute::warpgroup_arrive();
     start_scores<Element, kTileN, Traits::kQkSteps>(s, a, Traits::kQueryChunkBytes, b, Traits::kKeyChunkBytes);
     cute::warpgroup_commit_batch();
   }
-  CUTLASS_DEVICE void start_values_of(Outputs& o, Weights const& weights, int stage) const {
-    const uint64_t v = make_descriptor(address(smem.value[stage]), Traits::kKeyChunkBytes);
+  CUTLASS_DEVICE void start_values_of(Outputs& o, Weights const& weights) const {
+    const uint64_t v = make_descriptor(address(smem.value[values.stage]), Traits::kKeyChunkBytes);
     fence(o);
     cute::warpgroup_arrive();
     start_values<Element, Traits::kWidth, Traits::kPvSteps>(o, weights, v);
     cute::warpgroup_commit_batch();
   }
 
-  // Rows of V behind a packed sequence's last key are those of another: zeros, lest 0 * NaN counts. All consumers.
-  CUTLASS_DEVICE void clear_tail(int block, RingOf const& values) const {
-    const int keys = tile.n.keys - block * kTileN;
-    if (!is_packed(p.sequences) || keys >= kTileN) return;
-    smem.barriers.value_full[values.stage].wait(values.phase);
+  // Rows of V behind a packed sequence's last key are those of another: zeros, lest 0 * NaN counts. All consumers,
+  // while the tile's first block of values comes next.
+  CUTLASS_DEVICE void clear_tail(ForwardTile const& tile) const {
+    const int left = tile.n.keys - (tile.after_block - 1) * kTileN;
+    if (!is_packed(p.sequences) || left >= kTileN) return;
+    wait_values();
     __syncwarp();
     char* v = smem.value[values.stage];
-    const int all = consumer * 128 + thread;
-    for (int i = all; i < (kTileN - keys) * (kRowBytes / 16) * Traits::kChunks; i += Traits::kConsumerThreads) {
-      const int piece = i % 8, rest = i / 8, row = keys + rest % (kTileN - keys), chunk = rest / (kTileN - keys);
+    for (int i = consumer * 128 + thread; i < (kTileN - left) * 8 * Traits::kChunks; i += Traits::kConsumerThreads) {
+      const int piece = i % 8, row = left + i / 8 % (kTileN - left), chunk = i / 8 / (kTileN - left);
       *reinterpret_cast<uint4*>(v + chunk * Traits::kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
     }
     cutlass::arch::fence_view_async_shared();
     sync_consumers();
   }
 
-  CUTLASS_DEVICE void drop(Scores& s, typename Traits::DropoutState const& dropout, int block) const {
-    if constexpr (Traits::kDropout) {
-      each_cell<CoordS, false>(dropout, tile.row0 + consumer * 64 + warp * 16, block * kTileN, lane,
-                               [&](int i, int j, bool kept) {
-                                 if (!kept) s[CoordS::index(i, j)] = 0.f;
-                               });
-    }
+  // What a warpgroup does of a tile.
+  struct Share {
+    int begin, end;              // key blocks that some of its rows sees
+    int whole_begin, whole_end;  // hidden from none of them
+    bool rows;                   // it has valid queries
+
+    CUTLASS_DEVICE bool any() const { return begin < end; }
+    CUTLASS_DEVICE bool is_whole(int block) const { return block >= whole_begin && block < whole_end; }
+  };
+  CUTLASS_DEVICE Share share_of(ForwardTile const& tile) const {
+    const int row = tile.row0 + 64 * consumer, left = tile.rows - 64 * consumer;
+    const int last = row + (left < 64 ? left : 64) - 1;
+    const int begin = tile.see.first(row), end = left > 0 ? tile.see.limit(last) : 0;
+    Share share;
+    share.rows = left > 0;
+    share.begin = begin / kTileN;
+    share.end = begin < end ? (end + kTileN - 1) / kTileN : share.begin;
+    share.whole_begin = (tile.see.first(row + 63) + kTileN - 1) / kTileN;
+    share.whole_end = tile.see.limit(row) / kTileN;
+    return share;
   }
 
-  struct Math {
-    WarpgroupRows<Traits> rows;
-    Outputs o;
-    Weights weights;
-    RingOf keys, values;
-    typename Traits::DropoutState dropout;
-  };
+  // A block that no row of this warpgroup sees.
+  CUTLASS_DEVICE void skip() {
+    wait_keys();
+    release_keys();
+    take_turn();
+    pass_turn();
+    wait_values();
+    release_values();
+  }
 
-  CUTLASS_DEVICE static void rescale(Outputs& o, float const (&alpha)[CoordS::kRows]) {
-    using CoordO = typename Traits::CoordO;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < CoordO::kRows; ++i) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < CoordO::kColumns; ++j) o[CoordO::index(i, j)] *= alpha[i];
-    }
+  // S -> P of this block; alpha: the factor for what was accumulated before. last: no S of the tile follows.
+  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], Rows& rows, Share const& share, int block) {
+    fence(s);
+    release_keys();
+    if (block == share.begin) release_queries();
+    rows.finish(s, block, !share.is_whole(block));
+    rows.weigh(s, alpha);
+    rows.drop(s, block);
   }
 
   // S(block) and O += P(block + 1) V(block + 1), then P(block).
-  template <bool kMasked>
-  CUTLASS_DEVICE void step(Math& m, int block) const {
+  CUTLASS_DEVICE void step(Rows& rows, Outputs& o, Weights& weights, Share const& share, int block) {
     Scores s;
     float alpha[CoordS::kRows];
-    smem.barriers.key_full[m.keys.stage].wait(m.keys.phase);
+    wait_keys();
     take_turn();
-    start_scores_of(s, m.keys.stage);
-    smem.barriers.value_full[m.values.stage].wait(m.values.phase);
-    start_values_of(m.o, m.weights, m.values.stage);
+    start_scores_of(s);
+    wait_values();
+    start_values_of(o, weights);
     pass_turn();
     cute::warpgroup_wait<1>();
-    fence(s);
-    release(smem.barriers.key_empty[m.keys.stage]);
-    m.keys.next();
-    m.rows.template finish<kMasked>(s, block);
-    m.rows.weigh(s, alpha);
-    drop(s, m.dropout, block);
+    weigh(s, alpha, rows, share, block);
     cute::warpgroup_wait<0>();
-    fence(m.o);
-    release(smem.barriers.value_empty[m.values.stage]);
-    m.values.next();
-    rescale(m.o, alpha);
-    pack_weights<Element>(m.weights, s);
+    fence(o);
+    release_values();
+    rescale<Traits>(o, alpha);
+    pack_weights<Element>(weights, s);
   }
 
-  CUTLASS_DEVICE void first_step(Math& m, int block) const {
-    Scores s;
+  CUTLASS_DEVICE void take_scores(Scores& s) {
+    wait_keys();
+    take_turn();
+    start_scores_of(s);
+    pass_turn();
+  }
+  // The tile's last product with V.
+  CUTLASS_DEVICE void take_values(Outputs& o, Weights const& weights) {
+    wait_values();
+    start_values_of(o, weights);
+  }
+  CUTLASS_DEVICE void finish_values(Outputs& o) {
+    cute::warpgroup_wait<0>();
+    fence(o);
+    release_values();
+  }
+
+  CUTLASS_DEVICE void start_rows(ForwardTile const& tile, Rows& rows, Outputs& o) const {
+    rows.start(tile, p);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Traits::kOutputs; ++i) o[i] = 0.f;
+  }
+
+  // P of a tile's first block.
+  CUTLASS_DEVICE void finish_first(Scores& s, Rows& rows, Weights& weights, Share const& share) {
     float alpha[CoordS::kRows];
-    smem.barriers.query.wait(0);
-    smem.barriers.key_full[0].wait(0);
-    start_scores_of(s, 0);
     cute::warpgroup_wait<0>();
-    fence(s);
-    release(smem.barriers.key_empty[0]);
-    m.keys.next();
-    m.rows.template finish<true>(s, block);
-    m.rows.weigh(s, alpha);
-    drop(s, m.dropout, block);
-    pack_weights<Element>(m.weights, s);
-    clear_tail(block, m.values);
+    weigh(s, alpha, rows, share, share.end - 1);
+    pack_weights<Element>(weights, s);
   }
 
-  CUTLASS_DEVICE void compute() const {
-    const int row = tile.row0 + 64 * consumer, first_block = tile.first_block, after_block = tile.after_block;
-    Math m{WarpgroupRows<Traits>(args, tile.see, row + 16 * warp, lane)};
-    m.dropout = typename Traits::DropoutState(p.dropout, tile.n.number() * p.heads + tile.at.head);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Traits::kOutputs; ++i) m.o[i] = 0.f;
-    if (first_block < after_block) {
-      if (consumer == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
-      // Blocks [whole_begin, whole_end) are hidden from no row of the warpgroup.
-      const int whole_end = max(tile.see.limit(row) / kTileN, first_block);
-      const int whole_begin = max((tile.see.first(row + 63) + kTileN - 1) / kTileN, first_block);
-      int block = after_block - 1;
-      first_step(m, block--);
-      for (; block >= whole_end; --block) step<true>(m, block);
-      for (; block >= whole_begin; --block) step<false>(m, block);
-      for (; block >= first_block; --block) step<true>(m, block);
-      smem.barriers.value_full[m.values.stage].wait(m.values.phase);
-      start_values_of(m.o, m.weights, m.values.stage);
-      cute::warpgroup_wait<0>();
-      fence(m.o);
-      if (consumer == 0) take_turn();  // leaves no barrier half full
+  // The end of tile `before` and the first block of `tile` together.
+  CUTLASS_DEVICE void change_tile(ForwardTile const& before, ForwardTile const& tile, Rows& rows, Outputs& o,
+                                  Weights& weights, Share const& share) {
+    Scores s;
+    take_values(o, weights);
+    take_scores(s);
+    cute::warpgroup_wait<1>();
+    fence(o);
+    release_values();
+    store(before, rows, o);
+    start_rows(tile, rows, o);
+    finish_first(s, rows, weights, share);
+    clear_tail(tile);
+  }
+
+  // The first block of `tile` by itself, behind those that this warpgroup does not see. False: it sees none.
+  CUTLASS_DEVICE bool begin_tile(ForwardTile const& tile, Rows& rows, Outputs& o, Weights& weights,
+                                 Share const& share) {
+    start_rows(tile, rows, o);
+    clear_tail(tile);
+    const int end = share.any() ? share.end : tile.first_block;
+#pragma unroll 1
+    for (int block = tile.after_block - 1; block >= end; --block) skip();
+    if (!share.any()) {
+      release_queries();
+      if (share.rows) store(tile, rows, o);
+      return false;
     }
-    store(m);
+    Scores s;
+    take_scores(s);
+    finish_first(s, rows, weights, share);
+    return true;
   }
 
-  // --- output ---
+  CUTLASS_DEVICE void compute_tiles() {
+    if (consumer == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
+    Outputs o;
+    Weights weights;
+    Rows rows(args.exponent, args.premultiply, 16 * warp + 64 * consumer, lane);
+    bool pending = false;  // of the tile before: its last product with V, and its output
+    for (;; place = (place + 1) % Traits::kPlaces) {
+      smem.barriers.query_full[queries.stage].wait(queries.phase);
+      __syncwarp();  // the compiler reads the tile's place after this
+      ForwardTile const& tile = smem.tiles[place];
+      ForwardTile const& before = smem.tiles[(place + Traits::kPlaces - 1) % Traits::kPlaces];
+      const Share share = share_of(tile);
+      if (pending && share.any() && share.end == tile.after_block) {
+        change_tile(before, tile, rows, o, weights, share);
+      } else {
+        if (pending) {
+          take_values(o, weights);
+          finish_values(o);
+          store(before, rows, o);
+        }
+        if (tile.rows <= 0) break;
+        pending = begin_tile(tile, rows, o, weights, share);
+        if (!pending) continue;
+      }
+      int block = share.end - 2;
+#pragma unroll 1
+      for (; block >= share.begin; --block) step(rows, o, weights, share, block);
+      if (block >= tile.first_block) {  // windows: values come in order
+        take_values(o, weights);
+        finish_values(o);
+        store(tile, rows, o);
+        pending = false;
+#pragma unroll 1
+        for (; block >= tile.first_block; --block) skip();
+      }
+    }
+    if (consumer == 0) take_turn();  // leaves no barrier half full
+  }
 
-  CUTLASS_DEVICE void store(Math& m) const {
-    m.rows.finish_sums();
+  CUTLASS_DEVICE void store(ForwardTile const& tile, Rows& rows, Outputs& o) const {
     float inverse[CoordS::kRows];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < CoordS::kRows; ++i) {
-      inverse[i] = m.rows.state.sum[i] == 0.f ? 0.f : 1.f / m.rows.state.sum[i];
-      if constexpr (Traits::kDropout) inverse[i] *= p.dropout.keep_scale;
-    }
-    store_lse(m.rows);
-    using CoordO = typename Traits::CoordO;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < CoordO::kRows; ++i) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < CoordO::kColumns; ++j) {
-        float& x = m.o[CoordO::index(i, j)];
-        x = inverse[i] == 0.f ? 0.f : x * inverse[i];  // 0, whatever 0 * V gave
-      }
-    }
-    stage_output(m.o);
-    sync_warpgroup();
-    write_output();
-  }
-
-  CUTLASS_DEVICE void store_lse(WarpgroupRows<Traits> const& r) const {
-    if (p.lse.data == nullptr || lane % 4 != 0) return;
-    float* lse = p.lse.data + head_offset(p.lse, tile.at.batch, int(tile.at.group), int(tile.at.member)) +
-                 tile.n.query_row + tile.row0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < CoordS::kRows; ++i) {
-      const int row = 64 * consumer + 16 * warp + CoordS::row(lane, i);
-      if (row >= tile.rows) continue;
-      const float2 both = log_sum_exp<Exponent>(Exponent::reference(r.state.max[i], args.exponent), r.state.sum[i]);
-      lse[row] = both.x;
-      if (p.lse.low != nullptr) lse[row + (p.lse.low - p.lse.data)] = both.y;
-    }
-  }
-
-  // Where 16 bytes of O lie: in the place of the same queries of Q, in chunks and swizzled as there.
-  CUTLASS_DEVICE char* output_piece(int row, int piece) const {
-    const int chunk = piece / 8, x = piece % 8;
-    return smem.query + chunk * Traits::kQueryChunkBytes + (consumer * 64 + row) * kRowBytes + ((x ^ (row & 7)) << 4);
-  }
-
-  CUTLASS_DEVICE void stage_output(Outputs const& o) const {
-    uint32_t packed[Traits::kOutputs / 2];
-    pack_weights<Element>(packed, o);
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < Traits::kWidth / 16; ++k) {
-      // Four 8x8 tiles: rows 0-7 and 8-15 of columns 16 k .. + 7, then of the next 8.
-      char* to = output_piece(warp * 16 + lane % 16, 2 * k + lane / 16);
-      cute::SM90_U32x4_STSM_N::copy(packed[4 * k], packed[4 * k + 1], packed[4 * k + 2], packed[4 * k + 3],
-                                    *reinterpret_cast<cute::uint128_t*>(to));
-    }
-  }
-
-  CUTLASS_DEVICE void write_output() const {
-    Element* out = static_cast<Element*>(p.out.data) +
-                   head_offset(p.out, tile.at.batch, int(tile.at.group), int(tile.at.member)) +
-                   offset(tile.n.query_row + tile.row0 + 64 * consumer, p.out.stride_m);
-    constexpr int kPieces = Traits::kWidth / 8;  // 16 bytes each
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 64 * kPieces / 128; ++i) {
-      const int at_piece = i * 128 + thread, row = at_piece / kPieces, piece = at_piece % kPieces;
-      if (64 * consumer + row < tile.rows && piece * 8 < p.value_dim) {
-        *reinterpret_cast<uint4*>(out + offset(row, p.out.stride_m) + piece * 8) =
-            *reinterpret_cast<uint4 const*>(output_piece(row, piece));
-      }
-    }
+    rows.finish_sums(inverse, p.dropout.keep_scale);
+    store_lse<Traits>(p, tile, rows, consumer, warp, lane);
+    store_output<Traits>(p, tile, o, inverse, consumer, warp, lane);
   }
 };
 

@@ -1,6 +1,8 @@
 // Host side of the hopper family's forward kernels.
 #pragma once
 
+#include <algorithm>
+
 #include "chained/launch.h"
 #include "hopper/forward.h"
 
@@ -10,8 +12,14 @@ namespace hopper {
 using chained::DropoutOnly;
 using chained::NoBias;
 
+// Whether equal pieces of work keep all multiprocessors busy, the last round of them too.
+inline bool fills(int64_t pieces, int multiprocessors) {
+  const int64_t rounds = ceil_div(pieces, multiprocessors);
+  return 10 * pieces >= 9 * rounds * multiprocessors;
+}
+
 template <typename Traits>
-Status make_forward_args(ForwardArgs* args, ForwardParams const& p, std::string const& where) {
+Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multiprocessors, std::string const& where) {
   args->p = p;
   const bool folded = !Traits::kBias && p.scale > 0.f;
   args->premultiply = folded ? 1.f : p.scale;
@@ -20,9 +28,15 @@ Status make_forward_args(ForwardArgs* args, ForwardParams const& p, std::string 
   const int64_t keys = packed ? p.keys / p.sequences.count + 1 : p.keys;
   const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
   const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
+  // Tiles of one length, or pairs of them, are dealt out in turns. Others run one a block, the longest first: the GPU
+  // gives the next block to the SM that is free.
+  const int64_t pairs = ceil_div(p.batch * p.heads, 2) * tiles;
+  args->pairs = causal && !packed && tiles > 1 && fills(pairs, multiprocessors);
+  const bool longest_first = packed || (causal && !args->pairs);
   args->map =
       make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1,
-                    keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element)), packed || causal);
+                    keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element)), longest_first);
+  args->blocks = longest_first ? args->map.blocks : std::min(args->map.blocks, uint32_t(multiprocessors));
   const DType dtype = chained::dtype_of<typename Traits::Element>();
   if (Status s = make_operand(&args->query, p.query, dtype, p, p.head_dim, p.queries, Traits::kTileM, where); !s.ok())
     return s;
@@ -37,15 +51,18 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
   const std::string where = name;
   if (p.partial.splits > 1) return {Code::kUnsupported, where + " does not split the keys"};
   if (p.sequences.block_tables != nullptr) return {Code::kUnsupported, where + " reads no pages"};
+  int device = 0, multiprocessors = 0;
+  MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
+  MEMEFF_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), where);
   ForwardArgs args;
-  if (Status s = make_forward_args<Traits>(&args, p, where); !s.ok()) return s;
+  if (Status s = make_forward_args<Traits>(&args, p, multiprocessors, where); !s.ok()) return s;
   if (args.map.blocks == 0) {
     return {Code::kUnsupported, where + ": B * H * query tiles exceeds the grid limit of 2^31 - 1 thread blocks"};
   }
   auto* kernel = &forward_kernel<Traits>;
   if (Status s = chained::allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
-  kernel<<<args.map.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
-  return chained::launched(where, args.map.blocks, Traits::kThreads, Traits::kSmemBytes);
+  kernel<<<args.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);
+  return chained::launched(where, args.blocks, Traits::kThreads, Traits::kSmemBytes);
 }
 
 }  // namespace hopper

@@ -15,10 +15,12 @@ struct ForwardArgs {
   TileMap map;
   float premultiply;  // as in chained/forward_tile.h
   float exponent;
+  uint32_t blocks;  // of the grid
+  bool pairs;       // causal: a block takes a long tile of a head and then a short one
 };
 
-// A block's place in the work. In shared memory: seldom read, no registers. Key blocks run from the last that some row
-// of the tile sees down to the first.
+// A tile of queries of one head. In shared memory: seldom read, no registers. Key blocks run from the last that some
+// row of the tile sees down to the first.
 struct ForwardTile {
   TileCoord at;
   Problem n;
@@ -27,10 +29,21 @@ struct ForwardTile {
   int first_block, after_block;  // key blocks [first_block, after_block)
 };
 
+// The number of a block's turn-th tile; not below map.blocks: it has no more. In pairs a block takes the tiles of two
+// heads A and B from opposite ends, so that all pairs are about as long:
+//   tiles 0 1 2     pairs (A 2, B 0) (A 1, B 1) (A 0, B 2)
+CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn) {
+  if (!args.pairs) return turn * gridDim.x + blockIdx.x;
+  const uint32_t tiles = args.map.tiles, second = turn % 2;
+  const uint32_t pair = turn / 2 * gridDim.x + blockIdx.x, j = pair % tiles;
+  return (pair / tiles * 2 + second) * tiles + (second ? j : tiles - 1 - j);
+}
+
+// The tile of this number in the grid's order; all lanes of a warp together.
 template <int kTileM, int kTileN>
-CUTLASS_DEVICE ForwardTile find_tile(ForwardArgs const& args) {
+CUTLASS_DEVICE ForwardTile find_tile(ForwardArgs const& args, uint32_t number) {
   ForwardTile tile;
-  tile.at = locate(args.map, blockIdx.x);
+  tile.at = locate(args.map, number);
   const Located found = locate_problem<false>(args.p, tile.at.batch, kTileM, tile.at.tile, !args.map.longest_first);
   tile.n = found.problem;
   tile.row0 = found.tile * kTileM;

@@ -2,7 +2,7 @@
 // csrc/kernels_rows.py.
 //
 // Memory plan of a thread block (each tile in chunks of 64 columns, wgmma.h):
-//   [ Q ][ K stage 0 | 1 .. ][ V stage 0 | 1 .. ][ barriers, place ]      at the end O takes Q's place
+//   [ Q 0 | 1 ][ K stage 0 | 1 .. ][ V stage 0 | 1 .. ][ barriers, tiles ]
 #pragma once
 
 #include "chained/traits.h"
@@ -33,8 +33,8 @@ struct ForwardTraits {
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = 128 + kConsumerThreads;  // and one that copies
   // What a warpgroup gives up and what the others take: 65536 registers in all.
-  static constexpr int kCopyRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kMathRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kCopyRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kMathRegisters = kConsumers == 2 ? 232 : 160;
 
   static constexpr int kChunks = (kWidth + kChunk - 1) / kChunk;
   static constexpr int kQueryChunkBytes = kTileM * kRowBytes, kKeyChunkBytes = kTileN * kRowBytes;
@@ -51,16 +51,21 @@ struct ForwardTraits {
   using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
   using DropoutState = std::conditional_t<kDropout, DropoutHead, NoDropoutHead>;
 
+  // Q of the next tile is there while this one is computed, where there is room.
+  static constexpr int kQueryBuffers = 2 * kQueryBytes + 2 * kStages * kKeyBytes + 1024 <= 227 * 1024 ? 2 : 1;
+  // Of tiles: a warpgroup writes one while it starts the next, and the copying warp is up to kQueryBuffers ahead.
+  static constexpr int kPlaces = 4;
+
   struct Barriers {
-    cutlass::arch::ClusterTransactionBarrier query, key_full[kStages], value_full[kStages];
-    cutlass::arch::ClusterBarrier key_empty[kStages], value_empty[kStages];
+    cutlass::arch::ClusterTransactionBarrier query_full[kQueryBuffers], key_full[kStages], value_full[kStages];
+    cutlass::arch::ClusterBarrier query_empty[kQueryBuffers], key_empty[kStages], value_empty[kStages];
   };
   struct SharedStorage {
-    alignas(1024) char query[kQueryBytes];  // its rows of O at the end: 64 of each warpgroup, in the same chunks
+    alignas(1024) char query[kQueryBuffers][kQueryBytes];
     alignas(1024) char key[kStages][kKeyBytes];
     alignas(1024) char value[kStages][kKeyBytes];
     Barriers barriers;
-    ForwardTile tile;
+    ForwardTile tiles[kPlaces];
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024, "an SM gives a thread block no more than 227 KiB of shared memory");

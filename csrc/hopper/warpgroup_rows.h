@@ -14,30 +14,38 @@ struct WarpgroupRows {
   static constexpr int kTileN = Traits::kTileN, kRows = CoordS::kRows;
   using Scores = Accumulators<kTileN>;
 
-  ForwardArgs const& args;
-  Visibility const& see;
-  int row, lane;  // the first of its rows
+  float exponent, premultiply;  // as in chained/forward_tile.h
+  int row_in_tile, lane;        // the first of its rows
+  int row;                      // and within the sequence
+  Visibility const* see;
+  typename Traits::DropoutState dropout;
   SoftmaxState<kRows, false> state;
 
-  CUTLASS_DEVICE WarpgroupRows(ForwardArgs const& args_, Visibility const& see_, int warp_row, int lane_)
-      : args(args_), see(see_), row(warp_row + CoordS::row(lane_, 0)), lane(lane_) {}
+  // warp_row: the warp's first row within the tile.
+  CUTLASS_DEVICE WarpgroupRows(float exponent_, float premultiply_, int warp_row, int lane_)
+      : exponent(exponent_), premultiply(premultiply_), row_in_tile(warp_row + CoordS::row(lane_, 0)), lane(lane_) {}
 
-  // Raw products -> what Exponent takes; hidden ones become -inf.
-  template <bool kMasked>
-  CUTLASS_DEVICE void finish(Scores& s, int block) const {
-    if (args.premultiply != 1.f) {
+  CUTLASS_DEVICE void start(ForwardTile const& tile, ForwardParams const& p) {
+    row = tile.row0 + row_in_tile;
+    see = &tile.see;
+    dropout = typename Traits::DropoutState(p.dropout, tile.n.number() * p.heads + tile.at.head);
+    state = SoftmaxState<kRows, false>();
+  }
+
+  // Raw products -> what Exponent takes; with `masked` the hidden ones become -inf.
+  CUTLASS_DEVICE void finish(Scores& s, int block, bool masked) const {
+    if (premultiply != 1.f) {
       CUTLASS_PRAGMA_UNROLL
-      for (int e = 0; e < Traits::kScores; ++e) s[e] *= args.premultiply;
+      for (int e = 0; e < Traits::kScores; ++e) s[e] *= premultiply;
     }
-    if constexpr (kMasked) {
+    if (!masked) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int low = see->first(row + 8 * i) - block * kTileN, high = see->limit(row + 8 * i) - block * kTileN;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        const int low = see.first(row + 8 * i) - block * kTileN, high = see.limit(row + 8 * i) - block * kTileN;
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < CoordS::kColumns; ++j) {
-          const int column = CoordS::column(lane, j);
-          if (column < low || column >= high) s[CoordS::index(i, j)] = negative_infinity();
-        }
+      for (int j = 0; j < CoordS::kColumns; ++j) {
+        const int column = CoordS::column(lane, j);
+        if (column < low || column >= high) s[CoordS::index(i, j)] = negative_infinity();
       }
     }
   }
@@ -52,24 +60,35 @@ struct WarpgroupRows {
       max = chained::reduce_row<CoordS>(max, [](float a, float b) { return fmaxf(a, b); });
       const float before = state.max[i];
       state.max[i] = fmaxf(before, max);
-      const float reference = Exponent::reference(state.max[i], args.exponent);
-      alpha[i] = Exponent::rescale(before, reference, args.exponent);
+      const float reference = Exponent::reference(state.max[i], exponent);
+      alpha[i] = Exponent::rescale(before, reference, exponent);
       float sum = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {
         float& x = s[CoordS::index(i, j)];
-        x = Exponent::weight(x, reference, args.exponent);
+        x = Exponent::weight(x, reference, exponent);
         sum += x;
       }
       state.sum[i] = state.sum[i] * alpha[i] + sum;
     }
   }
 
-  // Adds the sums up over the lanes of a row.
-  CUTLASS_DEVICE void finish_sums() {
+  CUTLASS_DEVICE void drop(Scores& s, int block) const {
+    if constexpr (Traits::kDropout) {
+      each_cell<CoordS, false>(dropout, row - CoordS::row(lane, 0), block * kTileN, lane, [&](int i, int j, bool kept) {
+        if (!kept) s[CoordS::index(i, j)] = 0.f;
+      });
+    }
+  }
+
+  // Adds the sums up over the lanes of a row. inverse: the factor of O, 0 for a row that sees nothing.
+  CUTLASS_DEVICE void finish_sums(float (&inverse)[kRows], float keep_scale) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i) {
       state.sum[i] = chained::reduce_row<CoordS>(state.sum[i], [](float a, float b) { return a + b; });
+      inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
+      if constexpr (Traits::kDropout) inverse[i] *= keep_scale;
+    }
   }
 };
 
