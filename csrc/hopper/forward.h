@@ -45,7 +45,7 @@ struct ForwardBlock {
   ForwardParams const& p;
   SharedStorage& smem;
   int thread, warp, lane, consumer;  // consumer: -1 in the warpgroup that copies; warp: within the warpgroup
-  RingOf keys, values;               // the stages that come next
+  RingOf keys, values, biases;       // the stages that come next
   Ring<Traits::kQueryBuffers> queries;
   int place = 0;  // of the tile that comes next
 
@@ -80,79 +80,99 @@ struct ForwardBlock {
       b.value_full[i].init(1);
       b.key_empty[i].init(arrivals);
       b.value_empty[i].init(arrivals);
+      b.bias_full[i].init(1);
+      b.bias_empty[i].init(arrivals);
     }
     cutlass::arch::fence_barrier_init();
   }
 
-  // --- the warp that copies ---
+  // --- the warp that copies: all lanes look for tiles, one copies ---
 
   CUTLASS_DEVICE void copy_tiles() {
-    for (uint32_t turn = 0;; ++turn) {
+    uint32_t turn = 0;
+    announce(turn);
+    for (int own = 0;; own = (own + 1) % Traits::kPlaces) {
+      ForwardTile const& tile = smem.tiles[own];
+      const int first = tile.first_block, after = tile.after_block;
+      if (tile.rows <= 0) break;
+      // Q of the next tile comes early where it has a buffer of its own.
+      const int early = Traits::kQueryBuffers > 1 ? max(after - 2, first) : first - 1;
+      for (int block = after - 1; block >= first; --block) {
+        if (lane == 0) {
+          copy_keys(tile, block);
+          copy_bias(tile, block);
+          if (block + 1 < after) copy_values(tile, block + 1);
+        }
+        __syncwarp();
+        if (block == early) announce(turn);
+      }
+      if (lane == 0 && first < after) copy_values(tile, first);
+      __syncwarp();
+      if (early < first || first >= after) announce(turn);
+    }
+  }
+
+  // Finds the next tile that has rows, or that there is none, and makes it known with the arrival of its queries.
+  CUTLASS_DEVICE void announce(uint32_t& turn) {
+    ForwardTile tile{};
+    for (; tile.rows <= 0; ++turn) {
       const uint32_t number = tile_number(args, turn);
       if (number >= args.map.blocks) break;
-      const ForwardTile tile = find_tile<kTileM, kTileN>(args, number);
-      if (tile.rows <= 0) continue;
-      if (lane == 0) copy_tile(tile);
-      __syncwarp();
+      tile = find_tile<kTileM, kTileN>(args, number);
     }
+    if (tile.rows < 0) tile.rows = 0;
     if (lane == 0) {
-      publish(ForwardTile{});
-      smem.barriers.query_full[queries.stage].arrive();
+      smem.barriers.query_empty[queries.stage].wait(queries.phase ^ 1);
+      smem.tiles[place] = tile;
+      __threadfence_block();
+      auto& full = smem.barriers.query_full[queries.stage];
+      if (tile.rows > 0 && tile.first_block < tile.after_block) {
+        copy<Traits::kChunks, Traits::kQueryChunkBytes>(args.query, smem.query[queries.stage], full, tile, 0,
+                                                        tile.n.query_row + tile.row0,
+                                                        cute::TMA::CacheHintSm90::EVICT_FIRST);
+      } else {
+        full.arrive();
+      }
+      place = (place + 1) % Traits::kPlaces;
+      queries.next();
     }
+    __syncwarp();
   }
 
-  // Writes the tile's place, when Q's buffer is free. The arrival on query_full makes it known.
-  CUTLASS_DEVICE void publish(ForwardTile const& tile) {
-    smem.barriers.query_empty[queries.stage].wait(queries.phase ^ 1);
-    smem.tiles[place] = tile;
-    __threadfence_block();
-    place = (place + 1) % Traits::kPlaces;
-  }
-
-  // One lane. Queries, keys and values as their buffers become free.
-  CUTLASS_DEVICE void copy_tile(ForwardTile const& tile) {
-    const bool any = tile.first_block < tile.after_block;
-    if (any) copy_keys(tile, tile.after_block - 1);
-    publish(tile);
-    auto& full = smem.barriers.query_full[queries.stage];
-    if (any) {
-      copy<Traits::kQueryChunkBytes>(args.query, smem.query[queries.stage], full, tile, tile.n.query_row + tile.row0,
-                                     cute::TMA::CacheHintSm90::EVICT_FIRST);
-    } else {
-      full.arrive();
-    }
-    queries.next();
-    if (!any) return;
-    for (int block = tile.after_block - 2; block >= tile.first_block; --block) {
-      copy_keys(tile, block);
-      copy_values(tile, block + 1);
-    }
-    copy_values(tile, tile.first_block);
-  }
-
-  // All columns of a tile: kBytes of each chunk.
-  template <int kBytes>
+  // kChunks chunks of a tile from `column` on, kBytes each.
+  template <int kChunks, int kBytes>
   CUTLASS_DEVICE void copy(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full,
-                           ForwardTile const& tile, int row, cute::TMA::CacheHintSm90 hint) const {
-    full.arrive_and_expect_tx(Traits::kChunks * kBytes);
+                           ForwardTile const& tile, int column, int row, cute::TMA::CacheHintSm90 hint) const {
+    full.arrive_and_expect_tx(kChunks * kBytes);
     CUTLASS_PRAGMA_UNROLL
-    for (int c = 0; c < Traits::kChunks; ++c) {
+    for (int c = 0; c < kChunks; ++c) {
       cute::SM90_TMA_LOAD_5D::copy(&from.map, reinterpret_cast<uint64_t*>(&full), uint64_t(hint), to + c * kBytes,
-                                   c * kChunk, row, int(tile.at.member) * from.step_h, int(tile.at.group) * from.step_g,
-                                   int(tile.at.batch) * from.step_b);
+                                   column + c * kChunk, row, int(tile.at.member) * from.step_h,
+                                   int(tile.at.group) * from.step_g, int(tile.at.batch) * from.step_b);
     }
   }
 
   CUTLASS_DEVICE void copy_keys(ForwardTile const& tile, int block) {
     smem.barriers.key_empty[keys.stage].wait(keys.phase ^ 1);
-    copy<Traits::kKeyChunkBytes>(args.key, smem.key[keys.stage], smem.barriers.key_full[keys.stage], tile,
-                                 tile.n.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
+    copy<Traits::kChunks, Traits::kKeyChunkBytes>(args.key, smem.key[keys.stage], smem.barriers.key_full[keys.stage],
+                                                  tile, 0, tile.n.key_row + block * kTileN,
+                                                  cute::TMA::CacheHintSm90::EVICT_LAST);
     keys.next();
+  }
+  CUTLASS_DEVICE void copy_bias(ForwardTile const& tile, int block) {
+    if constexpr (Traits::kBias) {
+      smem.barriers.bias_empty[biases.stage].wait(biases.phase ^ 1);
+      copy<Traits::kBiasChunks, Traits::kQueryChunkBytes>(
+          args.bias, smem.bias[biases.stage], smem.barriers.bias_full[biases.stage], tile,
+          tile.n.key_row + block * kTileN, tile.n.query_row + tile.row0, cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      biases.next();
+    }
   }
   CUTLASS_DEVICE void copy_values(ForwardTile const& tile, int block) {
     smem.barriers.value_empty[values.stage].wait(values.phase ^ 1);
-    copy<Traits::kKeyChunkBytes>(args.value, smem.value[values.stage], smem.barriers.value_full[values.stage], tile,
-                                 tile.n.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
+    copy<Traits::kChunks, Traits::kKeyChunkBytes>(
+        args.value, smem.value[values.stage], smem.barriers.value_full[values.stage], tile, 0,
+        tile.n.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
     values.next();
   }
 
@@ -172,6 +192,21 @@ struct ForwardBlock {
   }
   CUTLASS_DEVICE void wait_keys() const { smem.barriers.key_full[keys.stage].wait(keys.phase); }
   CUTLASS_DEVICE void wait_values() const { smem.barriers.value_full[values.stage].wait(values.phase); }
+  CUTLASS_DEVICE const char* wait_bias() {
+    if constexpr (Traits::kBias) {
+      smem.barriers.bias_full[biases.stage].wait(biases.phase);
+      __syncwarp();  // the compiler reads it after this
+      return smem.bias[biases.stage];
+    }
+    return nullptr;
+  }
+  CUTLASS_DEVICE void release_bias() {
+    if constexpr (Traits::kBias) {
+      __syncwarp();  // all lanes have read it
+      release(smem.barriers.bias_empty[biases.stage]);
+      biases.next();
+    }
+  }
   CUTLASS_DEVICE void release_keys() {
     release(smem.barriers.key_empty[keys.stage]);
     keys.next();
@@ -247,6 +282,8 @@ struct ForwardBlock {
   CUTLASS_DEVICE void skip() {
     wait_keys();
     release_keys();
+    wait_bias();
+    release_bias();
     take_turn();
     pass_turn();
     wait_values();
@@ -258,7 +295,8 @@ struct ForwardBlock {
     fence(s);
     release_keys();
     if (block == share.begin) release_queries();
-    rows.finish(s, block, !share.is_whole(block));
+    rows.finish(s, wait_bias(), block, !share.is_whole(block));
+    release_bias();
     rows.weigh(s, alpha);
     rows.drop(s, block);
   }

@@ -11,6 +11,7 @@ namespace hopper {
 
 using chained::DropoutOnly;
 using chained::NoBias;
+using chained::TensorBias;
 
 // Whether equal pieces of work keep all multiprocessors busy, the last round of them too.
 inline bool fills(int64_t pieces, int multiprocessors) {
@@ -42,7 +43,11 @@ Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multipro
     return s;
   if (Status s = make_operand(&args->key, p.key, dtype, p, p.head_dim, p.keys, Traits::kTileN, where); !s.ok())
     return s;
-  return make_operand(&args->value, p.value, dtype, p, p.value_dim, p.keys, Traits::kTileN, where);
+  if (Status s = make_operand(&args->value, p.value, dtype, p, p.value_dim, p.keys, Traits::kTileN, where); !s.ok())
+    return s;
+  if (!Traits::kBias) return {};
+  const TensorView bias{p.bias.data, p.bias.stride_b, p.bias.stride_g, p.bias.stride_h, p.bias.stride_m};
+  return make_operand(&args->bias, bias, dtype, p, p.keys, p.queries, Traits::kTileM, where);
 }
 
 // Launches on `stream` of the current device. Never synchronises, never allocates.

@@ -33,7 +33,7 @@ CUTLASS_DEVICE uint4 transpose_quad(uint4 w, int lane) {
   return upper ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
 }
 
-// inverse: the factor of each row, 0 where a row sees nothing: it is 0 then, whatever 0 * V gave.
+// inverse: the factor of each row, 0 where a row sees nothing.
 template <typename Traits>
 CUTLASS_DEVICE void store_output(ForwardParams const& p, ForwardTile const& tile, Accumulators<Traits::kWidth>& o,
                                  float const (&inverse)[2], int consumer, int warp, int lane) {
@@ -55,13 +55,14 @@ CUTLASS_DEVICE void store_output(ForwardParams const& p, ForwardTile const& tile
         cutlass::Array<float, 2> pair;
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 2; ++k) {
-          const float x = o[Coord::index(i, 8 * group + 2 * t + k)];
-          pair[k] = inverse[i] == 0.f ? 0.f : x * inverse[i];
+          pair[k] = o[Coord::index(i, 8 * group + 2 * t + k)] * inverse[i];
         }
         const auto both = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
         words[t] = reinterpret_cast<uint32_t const&>(both);
       }
-      const uint4 piece = transpose_quad(make_uint4(words[0], words[1], words[2], words[3]), lane);
+      uint4 piece = transpose_quad(make_uint4(words[0], words[1], words[2], words[3]), lane);
+      // 0 for a row that sees nothing, whatever 0 * V gave.
+      if (inverse[i] == 0.f) piece = make_uint4(0, 0, 0, 0);
       if (row < tile.rows && 32 * group + 8 * (lane & 3) < p.value_dim)
         *reinterpret_cast<uint4*>(line + 32 * group) = piece;
     }

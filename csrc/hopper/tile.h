@@ -10,7 +10,7 @@ namespace memeff {
 namespace hopper {
 
 struct ForwardArgs {
-  Operand query, key, value;
+  Operand query, key, value, bias;
   ForwardParams p;
   TileMap map;
   float premultiply;  // as in chained/forward_tile.h

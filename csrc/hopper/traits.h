@@ -2,7 +2,7 @@
 // csrc/kernels_rows.py.
 //
 // Memory plan of a thread block (each tile in chunks of 64 columns, wgmma.h):
-//   [ Q 0 | 1 ][ K stage 0 | 1 .. ][ V stage 0 | 1 .. ][ barriers, tiles ]
+//   [ bias stage 0 | 1 .. ][ Q 0 | 1 ][ K stage 0 | 1 .. ][ V stage 0 | 1 .. ][ barriers, tiles ]
 #pragma once
 
 #include "chained/traits.h"
@@ -35,10 +35,15 @@ struct ForwardTraits {
   // What a warpgroup gives up and what the others take: 65536 registers in all.
   static constexpr int kCopyRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kMathRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;  // a thread, before that
+  static_assert(128 * (kCopyRegisters + kConsumers * kMathRegisters) <= kStartRegisters * kThreads,
+                "no warpgroup waits for registers that nobody gives up");
 
   static constexpr int kChunks = (kWidth + kChunk - 1) / kChunk;
   static constexpr int kQueryChunkBytes = kTileM * kRowBytes, kKeyChunkBytes = kTileN * kRowBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes, kKeyBytes = kChunks * kKeyChunkBytes;
+  static constexpr int kBiasChunks = kBias ? kTileN / kChunk : 0, kBiasBytes = kBiasChunks * kQueryChunkBytes;
+  static_assert(kTileN % kChunk == 0, "whole chunks of the bias");
   static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
   static_assert(kWidth % kStep == 0 && kTileN % kStep == 0, "whole steps");
 
@@ -52,15 +57,23 @@ struct ForwardTraits {
   using DropoutState = std::conditional_t<kDropout, DropoutHead, NoDropoutHead>;
 
   // Q of the next tile is there while this one is computed, where there is room.
-  static constexpr int kQueryBuffers = 2 * kQueryBytes + 2 * kStages * kKeyBytes + 1024 <= 227 * 1024 ? 2 : 1;
+  static constexpr int kBuffers = kStages * (2 * kKeyBytes + kBiasBytes) + 1024;
+  static constexpr int kQueryBuffers = 2 * kQueryBytes + kBuffers <= 227 * 1024 ? 2 : 1;
   // Of tiles: a warpgroup writes one while it starts the next, and the copying warp is up to kQueryBuffers ahead.
   static constexpr int kPlaces = 4;
 
   struct Barriers {
-    cutlass::arch::ClusterTransactionBarrier query_full[kQueryBuffers], key_full[kStages], value_full[kStages];
-    cutlass::arch::ClusterBarrier query_empty[kQueryBuffers], key_empty[kStages], value_empty[kStages];
+    cutlass::arch::ClusterTransactionBarrier query_full[kQueryBuffers], key_full[kStages], value_full[kStages],
+        bias_full[kStages];
+    cutlass::arch::ClusterBarrier query_empty[kQueryBuffers], key_empty[kStages], value_empty[kStages],
+        bias_empty[kStages];
   };
-  struct SharedStorage {
+  template <int kBytes>
+  struct BiasTiles {
+    alignas(1024) char bias[kStages][kBytes];
+  };
+  struct NoBiasTiles {};
+  struct SharedStorage : std::conditional_t<kBias, BiasTiles<kBias ? kBiasBytes : 1>, NoBiasTiles> {
     alignas(1024) char query[kQueryBuffers][kQueryBytes];
     alignas(1024) char key[kStages][kKeyBytes];
     alignas(1024) char value[kStages][kKeyBytes];

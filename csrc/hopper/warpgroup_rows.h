@@ -32,9 +32,12 @@ struct WarpgroupRows {
     state = SoftmaxState<kRows, false>();
   }
 
-  // Raw products -> what Exponent takes; with `masked` the hidden ones become -inf.
-  CUTLASS_DEVICE void finish(Scores& s, int block, bool masked) const {
-    if (premultiply != 1.f) {
+  // Raw products -> what Exponent takes; with `masked` the hidden ones become -inf. bias: the tile in shared memory,
+  // all queries of the block, in chunks of 64 keys swizzled as operands are (wgmma.h).
+  CUTLASS_DEVICE void finish(Scores& s, const char* bias, int block, bool masked) const {
+    if constexpr (Traits::kBias) {
+      add_bias(s, bias + row_in_tile * kRowBytes);
+    } else if (premultiply != 1.f) {
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < Traits::kScores; ++e) s[e] *= premultiply;
     }
@@ -46,6 +49,24 @@ struct WarpgroupRows {
       for (int j = 0; j < CoordS::kColumns; ++j) {
         const int column = CoordS::column(lane, j);
         if (column < low || column >= high) s[CoordS::index(i, j)] = negative_infinity();
+      }
+    }
+  }
+
+  CUTLASS_DEVICE void add_bias(Scores& s, const char* line) const {
+    using Pair = cutlass::AlignedArray<typename Traits::Element, 2>;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < CoordS::kColumns; j += 2) {  // 16-byte piece j / 2 of the row, the lane's 4 bytes of it
+      const int chunk = j / 16, piece = (j / 2 % 8) ^ (lane >> 2);
+      const char* at = line + chunk * Traits::kQueryChunkBytes + piece * 16 + (lane & 3) * 4;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const Pair two = *reinterpret_cast<Pair const*>(at + 8 * i * kRowBytes);
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          float& x = s[CoordS::index(i, j + k)];
+          x = __fmaf_rn(x, premultiply, float(two[k]));
+        }
       }
     }
   }
