@@ -38,7 +38,8 @@ py::handle query_of(py::handle query, Rest...) {
   return query;
 }
 
-// forward takes tensors, forward_scalars takes what describes them; ForwardCall starts with as many as I counts.
+// forward takes tensors, forward_scalars takes what describes them, `allocate`'s workspace too; ForwardCall starts with
+// as many as I counts.
 template <size_t... I>
 void def_forward(py::module_& m, std::index_sequence<I...>) {
   m.def("forward", [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
@@ -50,11 +51,12 @@ void def_forward(py::module_& m, std::index_sequence<I...>) {
     };
     return answer(run_forward(args, place, stream_of(stream)));
   });
-  m.def("forward_scalars", [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant,
-                              py::handle mask, uintptr_t stream, int device) {
+  m.def("forward_scalars", [](Handle<I>... scalars, py::handle allocate, float scale, double p, int causal, bool tf32,
+                              std::string variant, py::handle mask, uintptr_t stream, int device) {
+    const auto place = [&](int64_t elements) { return desc_of_scalars(allocate(elements), device); };
     const ForwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant),
                            mask_of_scalars(mask, device)};
-    return answer(run_forward(args, {}, stream_of(stream)));
+    return answer(run_forward(args, place, stream_of(stream)));
   });
 }
 
@@ -149,7 +151,7 @@ py::dict row_dict(const KernelRow& row) {
                   "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
                   "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_sm"_a = row.min_sm,
                   "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
-                  "built_archs"_a = archs, "built"_a = row.is_built());
+                  "in_memory"_a = row.in_memory, "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

@@ -93,8 +93,12 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   DeviceFacts facts;
   const KernelRow* row = nullptr;
   if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
-  const int32_t splits = allocate ? forward_splits(*row, params, facts.smem_optin, facts.sm_count) : 1;
-  if (splits > 1) {
+  const int32_t splits = forward_splits(*row, params, facts.smem_optin, facts.sm_count);
+  const DType dtype = DType(args.out.dtype);
+  const bool direct = splits == 1 && (args.out.dtype == args.query.dtype || dtype == DType::kF32);
+  if (direct && args.out.dtype != args.query.dtype) {
+    use_wide_out(&params);
+  } else if (!direct) {
     const int64_t needed = partial_numel(params, splits);
     const TensorDesc workspace = allocate(needed);
     if (Status s = check_workspace(workspace, args.query, needed); !s.ok()) return s;
@@ -102,8 +106,8 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   }
   const DeviceGuard guard(args.query.device);
   if (!guard.status().ok()) return guard.status();
-  if (Status s = row->forward(params, stream); !s.ok() || splits == 1) return s;
-  return reduce::launch_merge(params, DType(args.query.dtype), stream);
+  if (Status s = row->forward(params, stream); !s.ok() || direct) return s;
+  return reduce::launch_merge(params, dtype, stream);
 }
 
 Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream) {

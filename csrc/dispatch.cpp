@@ -25,7 +25,7 @@ constexpr ChipFacts kChips[] = {
 
 // Into how many parts a forward row's keys may be cut (forward_plan.cpp).
 int64_t most_parts(const KernelRow& row, const Request& request) {
-  if (row.kind == Pass::kBackward || row.dtype == DType::kF32) return 1;
+  if (row.kind == Pass::kBackward) return 1;
   return std::clamp<int64_t>(request.keys / row.tile_n / kMinKeyBlocks, 1, kMaxKeyParts);
 }
 
@@ -33,9 +33,8 @@ int64_t most_parts(const KernelRow& row, const Request& request) {
 double blocks_per_sm(const KernelRow& row, const Request& request) {
   const bool backward = row.kind == Pass::kBackward;
   const int64_t length = backward ? std::min(request.queries, request.keys) : request.queries;
-  const int64_t slabs = row.max_kv == 0 ? ceil_div(request.value_dim, row.value_tile) : 1;
-  const double blocks =
-      double(request.batch) * double(request.heads) * double(ceil_div(length, row.tile_m)) * double(slabs);
+  const double blocks = double(request.batch) * double(request.heads) * double(ceil_div(length, row.tile_m)) *
+                        double(row.slabs(request.value_dim));
   return blocks * double(most_parts(row, request)) / double(request.sm_count);
 }
 

@@ -35,6 +35,7 @@ struct KernelRow {
   int32_t min_sm, max_sm;    // automatic choice only
   bool allow_spill;          // the build accepts register spills
   int32_t blocks_per_sm;     // that the registers allow
+  bool in_memory;            // a block writes all value columns
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none
@@ -42,6 +43,10 @@ struct KernelRow {
   LaunchBackward backward;
 
   bool is_built() const { return forward != nullptr || backward != nullptr; }
+  // Thread blocks that share the value columns.
+  int64_t slabs(int64_t value_dim) const {
+    return max_kv == 0 && !in_memory ? (value_dim + value_tile - 1) / value_tile : 1;
+  }
   bool is_full() const { return bias && dropout; }  // a tensor bias is then allowed, not needed
 };
 

@@ -46,24 +46,28 @@ void pack_heads(ForwardParams* p, Request* r) {
 }
 
 int32_t forward_splits(const KernelRow& row, const ForwardParams& p, int32_t smem_optin, int32_t sm_count) {
-  if (row.dtype == DType::kF32) return 1;
   const Sequences& s = p.sequences;
   const int64_t count = is_packed(s) ? s.count : 1;
   const int64_t tiles = tiles_over(p.queries, row.tile_m, s);
-  const int64_t slabs = row.max_kv == 0 ? ceil_div(p.value_dim, row.value_tile) : 1;
-  const int64_t blocks = p.batch * p.heads * tiles * slabs;
+  const int64_t blocks = p.batch * p.heads * tiles * row.slabs(p.value_dim);
   const int64_t keys = s.block_tables != nullptr ? s.stride_table * s.page_size : p.keys / count;
   const int64_t by_keys = std::max<int64_t>(1, keys / row.tile_n / kMinKeyBlocks);
   return int32_t(std::max<int64_t>(1, std::min({places(row, smem_optin, sm_count) / blocks, by_keys, kMaxKeyParts})));
 }
 
-int64_t partial_numel(const ForwardParams& p, int32_t splits) {
-  return splits == 1 ? 0 : splits * rows(p) * (int64_t(p.value_dim) + 2);
-}
+int64_t partial_numel(const ForwardParams& p, int32_t splits) { return splits * rows(p) * (int64_t(p.value_dim) + 3); }
 
 void use_partial(ForwardParams* p, int32_t splits, float* workspace) {
-  const int64_t all = splits * rows(*p);
-  p->partial = {workspace, workspace + all * p->value_dim, workspace + all * (int64_t(p->value_dim) + 1), splits};
+  const int64_t of_head = int64_t(p->queries) * p->value_dim, all = splits * rows(*p);
+  Partial& part = p->partial;
+  part.out = {workspace, p->heads * of_head, p->heads_per_group * of_head, of_head, p->value_dim};  // [B, H, M, Kv]
+  part.stride_split = rows(*p) * p->value_dim;
+  part.sum = workspace + all * p->value_dim;
+  part.reference = part.sum + all;
+  part.reference_low = part.reference + all;
+  part.splits = splits;
 }
+
+void use_wide_out(ForwardParams* p) { p->partial.out = p->out; }
 
 }  // namespace memeff

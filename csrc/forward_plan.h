@@ -12,7 +12,7 @@ namespace memeff {
 void pack_heads(ForwardParams* params, Request* request);
 
 // Into how many parts the keys are cut (params.h: Partial): as many as keep all blocks running at once, on a GPU of so
-// much shared memory a block and so many SMs; 1 for fp32.
+// much shared memory a block and so many SMs.
 int32_t forward_splits(const KernelRow& row, const ForwardParams& params, int32_t smem_optin, int32_t sm_count);
 
 // fp32 elements of the parts' results.
@@ -20,5 +20,8 @@ int64_t partial_numel(const ForwardParams& params, int32_t splits);
 
 // Puts the parts' results into the workspace.
 void use_partial(ForwardParams* params, int32_t splits, float* workspace);
+
+// Has the kernel write its one result as fp32 to `out`.
+void use_wide_out(ForwardParams* params);
 
 }  // namespace memeff

@@ -241,7 +241,8 @@ def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> 
             f"{_bool(r.bias)}, {_bool(r.dropout)}",
             f"{r.tile_m}, {r.tile_n}, {r.value_tile}, {r.threads}, {r.smem_bytes}",
             f"{r.max_m}, {float(r.max_blocks_per_sm)}, {r.min_sm}, {r.max_sm}",
-            f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.arch in ARCH_SPECIFIC)}",
+            f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.in_memory)}",
+            f"{_bool(r.arch in ARCH_SPECIFIC)}",
             f"{{{sass}}}, {one.ptx.number if one.ptx else 0}",
             *pair,
         ]

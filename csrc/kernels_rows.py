@@ -36,6 +36,7 @@ class Variant:
     max_blocks_per_sm: float = 0  # ... or when this row's grid has at most so many blocks an SM
     allow_spill: bool = False
     blocks_per_sm: int = 1  # that the registers allow; the plan of split keys counts on them
+    in_memory: bool = False  # a block writes all value columns, a value tile at a time
     header: str = "chained/launch.h"
     kind: str = "fwd"  # "fwd" | "bwd"
     # Forward: serves calls with dropout, and only those; with bias also set, both with and without
@@ -155,6 +156,7 @@ def variants(
                 max_blocks_per_sm=shape.max_blocks_per_sm,
                 allow_spill=bias in shape.spills,
                 blocks_per_sm=shape.blocks,
+                in_memory=shape.in_memory,
                 header=f"{family}/launch.h",
                 dropout=shape.full,
             )
@@ -269,7 +271,7 @@ SM80_16_UNALIGNED = [
 SM80_F32_FEW = [
     Shape(
         "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
-        max_m=16,
+        max_m=16, blocks=3,
     ),
 ]  # fmt: skip
 SM80_F32 = [
@@ -328,7 +330,7 @@ SM80_16_FULL_UNALIGNED = [
 SM80_F32_FEW_FULL = [
     Shape(
         "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
-        max_m=16, bias=BIAS, full=True,
+        max_m=16, blocks=3, bias=BIAS, full=True,
     ),
 ]  # fmt: skip
 SM80_F32_FULL = [

@@ -102,8 +102,11 @@ Status check_operands(const ForwardCall& a, int64_t* groups) {
     const TensorDesc* tensor;
     const char* name;
   } operands[] = {{&query, "query"}, {&key, "key"}, {&value, "value"}, {&a.out, "out"}};
-  for (const auto& operand : operands)
-    if (Status s = check_operand(*operand.tensor, operand.name, query); !s.ok()) return s;
+  for (const auto& operand : operands) {
+    if (Status s = check_layout(*operand.tensor, operand.name, query); !s.ok()) return s;
+    if (operand.tensor == &a.out) continue;
+    if (Status s = check_dtype(*operand.tensor, operand.name, query); !s.ok()) return s;
+  }
 
   const int rank = query.rank, last = rank - 1;
   int64_t expected[kMaxRank];
@@ -170,6 +173,9 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
 
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request) {
   if (Status s = make_operands(args, params, request); !s.ok()) return s;
+  if (args.out.dtype < 0 || args.out.dtype > int32_t(DType::kF32))
+    return invalid("out has a dtype that is not float16, bfloat16 or float32");
+  if (args.out.dtype != args.query.dtype) return {};  // written an element at a time
   const Canonical out = canonical(args.out, params->heads / params->heads_per_group);
   request->alignment = lowest_bit(uint64_t(request->alignment) | alignment_bits(args.out, out));
   return {};

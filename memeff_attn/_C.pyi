@@ -48,6 +48,7 @@ MaskScalars = tuple[
 source_hash: str
 is_cuda_build: bool
 
+# out: of the inputs' dtype or any other of theirs; backward takes the former only.
 # lse: fp32 [B, H, M], [B, 1, M] or [B, G, H, M], or with a dimension of 2 before these: part 0 is
 # the log-sum-exp, part 1 what rounding took from it. forward writes, and backward reads, what is
 # there.
@@ -79,6 +80,7 @@ def forward_scalars(
     out: Scalars,
     lse: Scalars | None,
     seed: Scalars | None,
+    allocate: Callable[[int], Scalars],  # as of backward_scalars; called where it takes a workspace
     scale: float,
     p: float,
     causal: int,

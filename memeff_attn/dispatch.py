@@ -1,8 +1,8 @@
 """Which operator takes an input, and why the others do not.
 
 Operator classes carry xFormers' attribute names and say by `not_supported_reasons` what they cannot
-do; `explain` (explanation.py) tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp, asked
-here through the compiled module.
+do; explanation.py tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp,
+asked here through the compiled module.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class AttentionOpBase:
     SUPPORTS_DROPOUT: ClassVar[bool] = True
     SUPPORTS_CUSTOM_SCALE: ClassVar[bool] = True
     SUPPORTS_DIFFERENT_VALUE_EMBED: ClassVar[bool] = True
-    SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = False
+    SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = True
     SUPPORTS_PARTIAL: ClassVar[bool] = True
     SUPPORTS_BMGHK: ClassVar[bool] = True
     IS_DETERMINISTIC: ClassVar[bool] = True
@@ -118,10 +118,7 @@ class AttentionOpBase:
         if device not in cls.SUPPORTED_DEVICES:
             found.append(f"device is {device}, it takes {', '.join(sorted(cls.SUPPORTED_DEVICES))}")
         if d.query.dtype not in cls.SUPPORTED_DTYPES:
-            found.append(
-                f"dtype is {d.query.dtype}, it takes "
-                f"{', '.join(sorted(map(str, cls.SUPPORTED_DTYPES)))}"
-            )
+            found.append(f"dtype is {d.query.dtype}, it takes {_names(cls)}")
         bias = d.attn_bias
         known = type(bias) in cls.SUPPORTED_ATTN_BIAS_TYPES or isinstance(bias, Tensor | MaskRule)
         if known:
@@ -130,12 +127,13 @@ class AttentionOpBase:
             found.append(f"attn_bias is {type(bias).__name__}, which is none of attn_bias.MASKS")
         if d.p != 0.0 and not cls.SUPPORTS_DROPOUT:
             found.append(f"p is {d.p}: it has no dropout")
-        if d.output_dtype not in (None, d.query.dtype) and not cls.SUPPORTS_OUTPUT_DTYPE:
-            found.append(
-                f"output_dtype is {d.output_dtype}: another dtype than the query's comes with "
-                "[masks] (issue 4)"
-            )
+        if d.output_dtype not in (None, *cls.SUPPORTED_DTYPES):
+            found.append(f"output_dtype is {d.output_dtype}, it writes {_names(cls)}")
         return found
+
+
+def _names(op: type[AttentionOpBase]) -> str:
+    return ", ".join(sorted(map(str, op.SUPPORTED_DTYPES)))
 
 
 class AttentionFwOpBase(AttentionOpBase):
