@@ -114,6 +114,7 @@ const std::map<std::string, Field>& request_fields() {
       {"M", set<&Request::queries>},
       {"N", set<&Request::keys>},
       {"H", set<&Request::heads>},
+      {"heads_per_key", set<&Request::heads_per_key>},
       {"K", set<&Request::head_dim>},
       {"Kv", set<&Request::value_dim>},
       {"alignment", set<&Request::alignment>}};

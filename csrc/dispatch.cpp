@@ -280,6 +280,19 @@ Request with_chip_facts(Request request) {
   return request;
 }
 
+bool packs(const Request& r) {
+  const bool worth_it = r.queries == 1 || r.keys >= kMinPackedKeys;
+  return r.pass == Pass::kForward && r.heads_per_key > 1 && r.queries <= kMaxPackedQueries && worth_it;
+}
+
+Request packed(Request r) {
+  if (!packs(r)) return r;
+  r.queries *= r.heads_per_key;
+  r.heads /= r.heads_per_key;
+  r.heads_per_key = 1;
+  return r;
+}
+
 const char* pass_name(Pass pass) { return pass == Pass::kForward ? "fwd" : "bwd"; }
 
 const char* dtype_name(DType dtype) {
@@ -313,7 +326,7 @@ std::vector<std::string> reasons(const KernelRow& row, const Request& request, b
 }
 
 Status select(const Request& asked, const KernelRow** row) {
-  const Request request = with_chip_facts(asked);
+  const Request request = packed(with_chip_facts(asked));
   *row = nullptr;
   if (const std::string text = unknown(request); !text.empty()) return {Code::kInvalid, text};
   if (is_automatic(request)) {
@@ -328,8 +341,12 @@ Status select(const Request& asked, const KernelRow** row) {
 }
 
 std::string explain(const Request& asked) {
-  const Request request = with_chip_facts(asked);
-  std::string text = request_line(request);
+  const Request request = packed(with_chip_facts(asked));
+  std::string text = request_line(with_chip_facts(asked));
+  if (packs(asked))
+    text += "\n  " + to_string(asked.heads_per_key) +
+            " heads of a key head are the rows of one tile: to kernels M is " + to_string(request.queries) + ", H " +
+            to_string(request.heads);
   if (is_host_only()) text += "\n  this build is host-only: it names the kernel but has no code for any GPU";
   const KernelRow* chosen = nullptr;
   if (const std::string wrong = unknown(request); !wrong.empty()) return text + "\nchosen: none; " + wrong;

@@ -55,6 +55,11 @@ struct KernelRow {
 constexpr int64_t kMaxKeyParts = 64;  // what reduce::launch_merge takes
 constexpr int64_t kMinKeyBlocks = 4;
 
+// Heads that share a key head are packed (forward_plan.h) for up to so many queries; with more than one, only where the
+// keys outweigh the two small kernels that this may take.
+constexpr int64_t kMaxPackedQueries = 16;
+constexpr int64_t kMinPackedKeys = 512;
+
 struct BuildInfo {
   const char* source_hash;
   const char* cuda_version;  // "none": host-only
@@ -76,6 +81,7 @@ struct Request {
   int64_t queries = 1;
   int64_t keys = 1;
   int64_t heads = 1;
+  int32_t heads_per_key = 1;  // so many heads of a key head may be packed, see packs()
   int32_t head_dim = 1;
   int32_t value_dim = 1;
   int32_t alignment = 1;  // elements: the largest power of two that divides what rows ask about (see kernels_rows.py)
@@ -100,6 +106,10 @@ constexpr bool code_runs(int32_t code, bool specific, bool ptx, int32_t sm) {
 
 // The same with what the sm's usual chip has where smem_optin or sm_count is 0.
 Request with_chip_facts(Request request);
+
+// Do the heads of a key head become rows of one tile? And the request that rows are then asked with.
+bool packs(const Request& request);
+Request packed(Request request);
 
 // The row, or why there is none: kInvalid for an unknown forced name, kUnsupported with explain()'s text otherwise.
 Status select(const Request& request, const KernelRow** row);

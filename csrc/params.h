@@ -115,7 +115,12 @@ struct ForwardParams {
   Anchor anchor = Anchor::kNone;
   int32_t window_left = -1;
   int32_t window_right = -1;  // 0: causal
-  Sequences sequences;        // then batch = 1; queries and keys are the rows of the tensors, over all sequences
+  // Packed heads (forward_plan.h): so many consecutive rows are one query, of the heads that share a key head; row r of
+  // a sequence is its query r >> row_shift. Then queries and all strides and rows of query, out, bias and lse count
+  // such rows, query_starts count queries.
+  int32_t row_heads = 1;
+  int32_t row_shift = 0;
+  Sequences sequences;  // then batch = 1; queries and keys are the rows of the tensors, over all sequences
   Dropout dropout;
   Partial partial;
 };

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "forward_plan.h"
 #include "layout.h"
 #include "mask_desc.h"
 
@@ -66,8 +67,6 @@ Status read_lse(const TensorDesc& lse, const Canonical& q, int query_rank, LseVi
   view->stride_g = query_rank == 5 ? stride_of(lse, parts + 1) : view->stride_h * q.heads;
   return {};
 }
-
-constexpr int64_t kLongest = (int64_t(1) << 31) - 1024;  // the end of the tile after the last is an int32 too
 
 bool fits_int32(int64_t n) { return n <= std::numeric_limits<int32_t>::max(); }
 
@@ -168,6 +167,7 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
   r->has_bias = a.bias.has_value();
   r->dropout = a.seed.has_value();
   r->variant = a.variant;
+  r->heads_per_key = packable_heads(*p);
   return {};
 }
 

@@ -37,10 +37,11 @@ struct ExchangeApi {  // DLPackExchangeAPI
 }  // namespace dlpack
 
 constexpr int kMaxRank = 5;
-constexpr int32_t kCudaDevice = 2;     // DLPack's kDLCUDA
-constexpr int32_t kUnknownDType = -1;  // a dtype no kernel knows
-constexpr int32_t kInt64 = 4;          // no DType: seeds only
-constexpr int32_t kInt32 = 5;          // no DType: starts, lengths and pages only
+constexpr int64_t kLongest = (int64_t(1) << 31) - 1024;  // M, N: the end of the tile after the last is an int32 too
+constexpr int32_t kCudaDevice = 2;                       // DLPack's kDLCUDA
+constexpr int32_t kUnknownDType = -1;                    // a dtype no kernel knows
+constexpr int32_t kInt64 = 4;                            // no DType: seeds only
+constexpr int32_t kInt32 = 5;                            // no DType: starts, lengths and pages only
 
 struct TensorDesc {
   void* data = nullptr;

@@ -18,6 +18,7 @@ class Request(_Pass, total=False):
     M: int
     N: int
     H: int
+    heads_per_key: int  # heads that share a key head and may become rows of one tile; 1: none
     K: int
     Kv: int
     alignment: int  # elements: the largest power of two dividing addresses, strides, K and Kv

@@ -413,6 +413,7 @@ def request_of(
         "math": "tf32" if query.dtype == torch.float32 and tf32_allowed() else "ieee",
         **sizes_of(rule, query, key),
         "H": math.prod(query.shape[2:-1]),
+        "heads_per_key": _packable_heads(query, key, value, bias, d.p, rule.varlen),
         "K": query.shape[-1],
         "Kv": value.shape[-1],
         "alignment": bits & -bits,
@@ -422,6 +423,25 @@ def request_of(
         "bias_grad": bias is not None and bias.requires_grad,
         "variant": name,
     }
+
+
+def _packable_heads(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, p: float, varlen: bool
+) -> int:
+    """packable_heads of csrc/forward_plan.cpp, of tensors."""
+    if query.dim() == 3 or p > 0.0:
+        return 1
+    heads = query.shape[-2]
+    if key.shape[2:-1] != query.shape[2:-1]:
+        heads //= max(1, key.shape[2])
+    elif any(x.stride(-2) != 0 for x in (key, value)):
+        return 1
+    if bias is None or (query.shape[1] == 1 and not varlen):
+        return heads
+    strides = [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
+    of_head, of_query = strides[-3], strides[-2]
+    filled = heads & (heads - 1) == 0 or of_head == 0
+    return heads if filled and of_query == heads * of_head else 1
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -81,10 +81,10 @@ struct ForwardTile {
     rows = found.problem.queries - row0 < kTileM ? found.problem.queries - row0 : kTileM;
     value0 = kInMemory ? 0 : at.slab * kValueTile;
     values = p.value_dim - value0;
-    const Visibility limits(p, found.problem.queries, found.problem.keys);
-    const int last = row0 + rows - 1;
-    whole_end = limits.limit(row0);
-    keys_begin = limits.first(row0) / kTileN * kTileN;
+    const Visibility limits(p, query_of(found.problem.queries - 1) + 1, found.problem.keys);
+    const int first = query_of(row0), last = query_of(row0 + rows - 1);
+    whole_end = limits.limit(first);
+    keys_begin = limits.first(first) / kTileN * kTileN;
     keys_end = limits.limit(last);
     take_part();
     if (thread == 0) {
@@ -96,6 +96,9 @@ struct ForwardTile {
     if (is_packed(p.sequences) || Traits::kStageBias) __syncthreads();
     if (rows > 0) find_operands(found.problem);
   }
+
+  // The query of a row.
+  CUTLASS_DEVICE int query_of(int row) const { return row >> p.row_shift; }
 
   // This block's part of the key blocks, if they are cut into parts.
   CUTLASS_DEVICE void take_part() {
@@ -213,7 +216,7 @@ struct ForwardTile {
   CUTLASS_DEVICE void hide(FragmentS& s, int column0) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
-      const int row = row0 + warp_row() + CoordS::row(lane, i);
+      const int row = query_of(row0 + warp_row() + CoordS::row(lane, i));
       const int limit = see.limit(row) - column0, first = kLeft ? see.first(row) - column0 : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {

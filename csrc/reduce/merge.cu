@@ -11,8 +11,10 @@ constexpr int kMaxSplits = 64;  // two a lane
 
 struct MergeKernelArgs {
   ForwardParams p;
-  int64_t rows;  // B * H * M
-  int chunks;    // of 32 columns
+  int64_t rows;       // B * H * M
+  OutputView row;     // of the parts' sums and references: strides in rows, data unused
+  int64_t part_rows;  // from one part to the next
+  int chunks;         // of 32 columns
 };
 
 __device__ float warp_max(float x) {
@@ -43,6 +45,7 @@ struct Weights {
   Real total;
   float reference;  // the largest; total is relative to it
 
+  // row: of its sum in each part of `rows`
   __device__ Weights(Partial const& p, int64_t rows, int64_t row, int lane) : reference(-INFINITY) {
     float sum[2], high[2], low[2];
     for (int k = 0; k < 2; ++k) {
@@ -75,26 +78,26 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
        work += warps) {
     const int64_t row = work / args.chunks;
     const int column = int(work - row * args.chunks) * 32 + lane;
-    const Weights<Real> found(p.partial, args.rows, row, lane);
+    const int64_t batch_head = row / p.queries, m = row - batch_head * p.queries, batch = batch_head / p.heads;
+    const int head = int(batch_head - batch * p.heads), group = head / p.heads_per_group;
+    const int member = head - group * p.heads_per_group;
+    const auto at = [&](OutputView const& view) {
+      return batch * view.stride_b + group * view.stride_g + member * view.stride_h + m * view.stride_m;
+    };
+    const Weights<Real> found(p.partial, args.part_rows, at(args.row), lane);
     for (int k = 0; k < 2; ++k) {
       if (lane + 32 * k < splits)
         weight[lane + 32 * k] = found.total == Real(0) ? 0.f : float(found.at[k] / found.total);
     }
     __syncwarp();
-    const int64_t batch_head = row / p.queries, m = row - batch_head * p.queries, batch = batch_head / p.heads;
-    const int head = int(batch_head - batch * p.heads), group = head / p.heads_per_group;
-    const int member = head - group * p.heads_per_group;
-    const auto at = [&](OutputView const& view) {
-      return batch * view.stride_b + group * view.stride_g + member * view.stride_h + m * view.stride_m + column;
-    };
     if (column < p.value_dim) {
-      const float* part = static_cast<const float*>(p.partial.out.data) + at(p.partial.out);
+      const float* part = static_cast<const float*>(p.partial.out.data) + at(p.partial.out) + column;
       float total = 0.f;
 #pragma unroll 16
       for (int s = 0; s < splits; ++s) {
         total = fmaf(weight[s], part[s * p.partial.stride_split], total);  // without keys: 0 and 0
       }
-      static_cast<T*>(p.out.data)[at(p.out)] = from_float<T>(total);
+      static_cast<T*>(p.out.data)[at(p.out) + column] = from_float<T>(total);
     }
     if (column == 0 && p.lse.data != nullptr) {
       const int64_t to = batch * p.lse.stride_b + group * p.lse.stride_g + member * p.lse.stride_h + m;
@@ -109,7 +112,10 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
 
 template <typename T>
 Status launch(const ForwardParams& p, CUstream_st* stream) {
-  const MergeKernelArgs args{p, p.batch * p.heads * p.queries, (p.value_dim + 31) / 32};
+  const OutputView& out = p.partial.out;  // contiguous rows
+  const int32_t width = p.value_dim;
+  const OutputView row{nullptr, out.stride_b / width, out.stride_g / width, out.stride_h / width, out.stride_m / width};
+  const MergeKernelArgs args{p, p.batch * p.heads * p.queries, row, p.partial.stride_split / width, (width + 31) / 32};
   const unsigned blocks = blocks_for(args.rows * args.chunks, kThreads / 32);
   using Real = std::conditional_t<std::is_same<T, float>::value, double, float>;
   merge_kernel<T, Real><<<blocks, kThreads, 0, stream>>>(args);
