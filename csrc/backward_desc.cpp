@@ -86,6 +86,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   const ForwardCall forward{a.query, a.key, a.value,  a.bias, a.out,     a.lse, a.seed,
                             a.scale, a.p,   a.causal, a.tf32, a.variant, a.mask};
   if (Status s = make_operands(forward, &p->forward, r); !s.ok()) return s;
+  if (Status s = check_dtype(a.out, "out", a.query); !s.ok()) return s;
   if (p->forward.sequences.block_tables != nullptr)
     return {Code::kUnsupported, "the backward pass takes no pages: a page may serve several sequences"};
   if (!a.lse.has_value()) return invalid("lse is missing: the backward pass needs the forward's");

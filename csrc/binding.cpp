@@ -38,7 +38,8 @@ py::handle query_of(py::handle query, Rest...) {
   return query;
 }
 
-// forward takes tensors, forward_scalars takes what describes them; ForwardCall starts with as many as I counts.
+// forward takes tensors, forward_scalars takes what describes them, `allocate`'s workspace too; ForwardCall starts with
+// as many as I counts.
 template <size_t... I>
 void def_forward(py::module_& m, std::index_sequence<I...>) {
   m.def("forward", [](Handle<I>... tensors, float scale, double p, int causal, bool tf32, std::string variant,
@@ -50,11 +51,12 @@ void def_forward(py::module_& m, std::index_sequence<I...>) {
     };
     return answer(run_forward(args, place, stream_of(stream)));
   });
-  m.def("forward_scalars", [](Handle<I>... scalars, float scale, double p, int causal, bool tf32, std::string variant,
-                              py::handle mask, uintptr_t stream, int device) {
+  m.def("forward_scalars", [](Handle<I>... scalars, py::handle allocate, float scale, double p, int causal, bool tf32,
+                              std::string variant, py::handle mask, uintptr_t stream, int device) {
+    const auto place = [&](int64_t elements) { return desc_of_scalars(allocate(elements), device); };
     const ForwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant),
                            mask_of_scalars(mask, device)};
-    return answer(run_forward(args, {}, stream_of(stream)));
+    return answer(run_forward(args, place, stream_of(stream)));
   });
 }
 
@@ -105,6 +107,8 @@ const std::map<std::string, Field>& request_fields() {
       {"bias_grad", set<&Request::bias_grad>},
       {"has_bias", set<&Request::has_bias>},
       {"paged", set<&Request::paged>},
+      {"partial", set<&Request::partial>},
+      {"bias_alignment", set<&Request::bias_alignment>},
       {"any_build", set<&Request::any_build>},
       {"sm", set<&Request::sm>},
       {"smem_optin", set<&Request::smem_optin>},
@@ -113,6 +117,7 @@ const std::map<std::string, Field>& request_fields() {
       {"M", set<&Request::queries>},
       {"N", set<&Request::keys>},
       {"H", set<&Request::heads>},
+      {"heads_per_key", set<&Request::heads_per_key>},
       {"K", set<&Request::head_dim>},
       {"Kv", set<&Request::value_dim>},
       {"alignment", set<&Request::alignment>}};
@@ -148,10 +153,11 @@ py::dict row_dict(const KernelRow& row) {
                   "max_k"_a = row.max_k, "max_kv"_a = row.max_kv, "alignment"_a = row.alignment, "bias"_a = row.bias,
                   "dropout"_a = row.dropout, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
                   "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
-                  "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm,
-                  "min_blocks_per_sm"_a = row.min_blocks_per_sm, "splits"_a = row.splits, "pages"_a = row.pages,
-                  "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm, "allow_spill"_a = row.allow_spill,
-                  "blocks_per_sm"_a = row.blocks_per_sm, "built_archs"_a = archs, "built"_a = row.is_built());
+                  "max_m"_a = row.max_m, "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_m"_a = row.min_m,
+                  "min_blocks_per_sm"_a = row.min_blocks_per_sm, "partial"_a = row.partial, "pages"_a = row.pages,
+                  "bias_alignment"_a = row.bias_alignment, "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm,
+                  "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
+                  "in_memory"_a = row.in_memory, "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

@@ -89,21 +89,32 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
                                 &mask.query_starts, &mask.key_starts, &mask.key_lengths, &mask.block_tables});
       !s.ok())
     return s;
-  pack_heads(&params, &request);
+  ForwardParams kernel = params;  // as the row's kernel sees it
+  const HeadPacking packing = pack_heads(&kernel, &request);
+  const DType dtype = DType(args.query.dtype), out_dtype = DType(args.out.dtype);
+  request.partial = packing.through_workspace || out_dtype != dtype;
   DeviceFacts facts;
   const KernelRow* row = nullptr;
   if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
-  const int32_t splits = allocate ? forward_splits(*row, params, facts.smem_optin, facts.sm_count) : 1;
-  if (splits > 1) {
-    const int64_t needed = partial_numel(params, splits);
+  const int32_t splits = forward_splits(*row, kernel, facts.smem_optin, facts.sm_count);
+  const bool writes_it = out_dtype == dtype || out_dtype == DType::kF32;
+  const bool direct = splits == 1 && writes_it && !packing.through_workspace;
+  if (direct && out_dtype != dtype) use_wide_out(&kernel);
+  const int64_t copied = packing.copy_query ? packed_query_numel(kernel, dtype) : 0;
+  if (const int64_t needed = copied + (direct ? 0 : partial_numel(kernel, splits)); needed > 0) {
     const TensorDesc workspace = allocate(needed);
     if (Status s = check_workspace(workspace, args.query, needed); !s.ok()) return s;
-    use_partial(&params, splits, static_cast<float*>(workspace.data));
+    auto* data = static_cast<float*>(workspace.data);
+    if (copied > 0) kernel.query.data = data;
+    if (!direct) use_partial(&kernel, splits, data + copied);
   }
   const DeviceGuard guard(args.query.device);
   if (!guard.status().ok()) return guard.status();
-  if (Status s = row->forward(params, stream); !s.ok() || splits == 1) return s;
-  return reduce::launch_merge(params, DType(args.query.dtype), stream);
+  if (copied > 0)
+    if (Status s = reduce::launch_pack(params, kernel, dtype, stream); !s.ok()) return s;
+  if (Status s = row->forward(kernel, stream); !s.ok() || direct) return s;
+  params.partial = unpacked(kernel);
+  return reduce::launch_merge(params, out_dtype, stream);
 }
 
 Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream) {
@@ -119,7 +130,7 @@ Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream
 }
 
 Status plan_forward_request(const Request& asked, const KernelRow** row, int32_t* splits) {
-  const Request r = with_chip_facts(asked);
+  const Request r = packed(with_chip_facts(asked));
   if (Status s = select(r, row); !s.ok()) return s;
   ForwardParams p;
   p.batch = r.batch, p.queries = int32_t(r.queries), p.keys = int32_t(r.keys), p.heads = int32_t(r.heads);

@@ -12,8 +12,9 @@ namespace memeff {
 // lives until the launches are made. May throw.
 using Allocate = std::function<TensorDesc(int64_t elements)>;
 
-// The row's kernel; where few blocks would run, parts of the keys in more of them, then their merge. Asks for a
-// workspace only then, when all else is known to be right; an `allocate` that is empty: never.
+// The row's kernel, of packed heads behind a copy of the query (forward_plan.h); where few blocks would run, parts of
+// the keys in more of them, then their merge, which also writes an out of a dtype that no kernel does (not the inputs',
+// not fp32). Asks for a workspace only then, when all else is known to be right.
 Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_st* stream);
 
 // delta, the row's kernels, then the sums of partial gradients. Asks once for the workspace, when all else is known to

@@ -25,7 +25,7 @@ constexpr ChipFacts kChips[] = {
 
 // Into how many parts a forward row's keys may be cut (forward_plan.cpp).
 int64_t most_parts(const KernelRow& row, const Request& request) {
-  if (!row.splits) return 1;
+  if (!row.partial) return 1;
   return std::clamp<int64_t>(request.keys / row.tile_n / kMinKeyBlocks, 1, kMaxKeyParts);
 }
 
@@ -33,9 +33,8 @@ int64_t most_parts(const KernelRow& row, const Request& request) {
 double blocks_per_sm(const KernelRow& row, const Request& request) {
   const bool backward = row.kind == Pass::kBackward;
   const int64_t length = backward ? std::min(request.queries, request.keys) : request.queries;
-  const int64_t slabs = row.max_kv == 0 ? ceil_div(request.value_dim, row.value_tile) : 1;
-  const double blocks =
-      double(request.batch) * double(request.heads) * double(ceil_div(length, row.tile_m)) * double(slabs);
+  const double blocks = double(request.batch) * double(request.heads) * double(ceil_div(length, row.tile_m)) *
+                        double(row.slabs(request.value_dim));
   return blocks * double(most_parts(row, request)) / double(request.sm_count);
 }
 
@@ -132,6 +131,18 @@ constexpr Rule kRules[] = {
      }},
     {false, [](const KernelRow& k, const Request& r) { return k.pages || !r.paged; },
      [](const KernelRow&, const Request&) { return std::string("reads no keys through a block table"); }},
+    {false, [](const KernelRow& k, const Request& r) { return k.partial || !r.partial; },
+     [](const KernelRow&, const Request&) { return std::string("writes no results in fp32"); }},
+    {false,
+     [](const KernelRow& k, const Request& r) {
+       return !r.has_bias || k.bias_alignment == 0 ||
+              (r.bias_alignment != 0 && r.bias_alignment % k.bias_alignment == 0);
+     },
+     [](const KernelRow& k, const Request&) {
+       return "takes a bias of the query's dtype, whose last stride is 1 and whose address and other strides are "
+              "multiples of " +
+              to_string(k.bias_alignment) + " elements";
+     }},
     {false, [](const KernelRow& k, const Request& r) { return k.max_k == 0 || r.head_dim <= k.max_k; },
      [](const KernelRow& k, const Request& r) {
        return "takes K up to " + to_string(k.max_k) + ", K is " + to_string(r.head_dim);
@@ -149,6 +160,10 @@ constexpr Rule kRules[] = {
      [](const KernelRow& k, const Request& r) {
        return "needs " + kilobytes(k.smem_bytes) + " of shared memory a block, sm_" + to_string(r.sm) + " has " +
               kilobytes(r.smem_optin);
+     }},
+    {true, [](const KernelRow& k, const Request& r) { return r.queries >= k.min_m; },
+     [](const KernelRow& k, const Request& r) {
+       return "is chosen for M from " + to_string(k.min_m) + " on, M is " + to_string(r.queries);
      }},
     {true, [](const KernelRow& k, const Request& r) { return blocks_per_sm(k, r) >= k.min_blocks_per_sm; },
      [](const KernelRow&, const Request&) { return std::string("is for grids that fill the GPU, this one is small"); }},
@@ -285,6 +300,21 @@ Request with_chip_facts(Request request) {
   return request;
 }
 
+bool packs(const Request& r) {
+  const bool worth_it = r.queries == 1 || r.keys >= kMinPackedKeys;
+  const KernelRow* forced = find(r.variant);
+  if (forced != nullptr && !forced->partial) return false;  // packed rows may need their results copied
+  return r.pass == Pass::kForward && r.heads_per_key > 1 && r.queries <= kMaxPackedQueries && worth_it;
+}
+
+Request packed(Request r) {
+  if (!packs(r)) return r;
+  r.queries *= r.heads_per_key;
+  r.heads /= r.heads_per_key;
+  r.heads_per_key = 1;
+  return r;
+}
+
 const char* pass_name(Pass pass) { return pass == Pass::kForward ? "fwd" : "bwd"; }
 
 const char* dtype_name(DType dtype) {
@@ -318,7 +348,7 @@ std::vector<std::string> reasons(const KernelRow& row, const Request& request, b
 }
 
 Status select(const Request& asked, const KernelRow** row) {
-  const Request request = with_chip_facts(asked);
+  const Request request = packed(with_chip_facts(asked));
   *row = nullptr;
   if (const std::string text = unknown(request); !text.empty()) return {Code::kInvalid, text};
   if (is_automatic(request)) {
@@ -333,8 +363,12 @@ Status select(const Request& asked, const KernelRow** row) {
 }
 
 std::string explain(const Request& asked) {
-  const Request request = with_chip_facts(asked);
-  std::string text = request_line(request);
+  const Request request = packed(with_chip_facts(asked));
+  std::string text = request_line(with_chip_facts(asked));
+  if (packs(asked))
+    text += "\n  " + to_string(asked.heads_per_key) +
+            " heads of a key head are the rows of one tile: to kernels M is " + to_string(request.queries) + ", H " +
+            to_string(request.heads);
   if (is_host_only()) text += "\n  this build is host-only: it names the kernel but has no code for any GPU";
   const KernelRow* chosen = nullptr;
   if (const std::string wrong = unknown(request); !wrong.empty()) return text + "\nchosen: none; " + wrong;

@@ -32,12 +32,15 @@ struct KernelRow {
   int32_t tile_m, tile_n, value_tile, threads, smem_bytes;
   int32_t max_m;             // 0: any; automatic choice only
   double max_blocks_per_sm;  // 0: any; automatic choice only
+  int32_t min_m;             // automatic choice only
   double min_blocks_per_sm;  // automatic choice only
-  bool splits;               // takes a part of the keys
+  bool partial;              // writes results in fp32 too: of a part of the keys, or for an out of another dtype
   bool pages;                // reads keys through a block table
+  int32_t bias_alignment;    // elements, of a bias of the query's dtype; 0: takes any bias
   int32_t min_sm, max_sm;    // automatic choice only
   bool allow_spill;          // the build accepts register spills
   int32_t blocks_per_sm;     // that the registers allow
+  bool in_memory;            // a block writes all value columns
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none
@@ -45,6 +48,10 @@ struct KernelRow {
   LaunchBackward backward;
 
   bool is_built() const { return forward != nullptr || backward != nullptr; }
+  // Thread blocks that share the value columns.
+  int64_t slabs(int64_t value_dim) const {
+    return max_kv == 0 && !in_memory ? (value_dim + value_tile - 1) / value_tile : 1;
+  }
   bool is_full() const { return bias && dropout; }  // a tensor bias is then allowed, not needed
 };
 
@@ -52,6 +59,11 @@ struct KernelRow {
 // would outweigh it).
 constexpr int64_t kMaxKeyParts = 64;  // what reduce::launch_merge takes
 constexpr int64_t kMinKeyBlocks = 4;
+
+// Heads that share a key head are packed (forward_plan.h) for up to so many queries; with more than one, only where the
+// keys outweigh the two small kernels that this may take.
+constexpr int64_t kMaxPackedQueries = 16;
+constexpr int64_t kMinPackedKeys = 512;
 
 struct BuildInfo {
   const char* source_hash;
@@ -74,13 +86,18 @@ struct Request {
   int64_t queries = 1;
   int64_t keys = 1;
   int64_t heads = 1;
+  int32_t heads_per_key = 1;  // so many heads of a key head may be packed, see packs()
   int32_t head_dim = 1;
   int32_t value_dim = 1;
   int32_t alignment = 1;  // elements: the largest power of two that divides what rows ask about (see kernels_rows.py)
   Pass pass = Pass::kForward;
   bool has_bias = false;
   bool dropout = false;
-  bool paged = false;      // keys are read through a block table
+  bool paged = false;    // keys are read through a block table
+  bool partial = false;  // results in fp32 are wanted, for another kernel to put together or to convert
+  // Elements: the largest power of two that divides the bias' address and strides, at most 16; 0 where its dtype is not
+  // the query's, its last stride not 1, or each sequence starts it anew.
+  int32_t bias_alignment = 0;
   bool bias_grad = false;  // backward: the bias' gradient is wanted
   bool any_build = false;  // answer for a build that has every row (a host-only build always does)
   std::string variant;     // a forced row; "family:" and a name: the choice among its rows; empty: among all
@@ -99,6 +116,10 @@ constexpr bool code_runs(int32_t code, bool specific, bool ptx, int32_t sm) {
 
 // The same with what the sm's usual chip has where smem_optin or sm_count is 0.
 Request with_chip_facts(Request request);
+
+// Do the heads of a key head become rows of one tile? And the request that rows are then asked with.
+bool packs(const Request& request);
+Request packed(Request request);
 
 // The row, or why there is none: kInvalid for an unknown forced name, kUnsupported with explain()'s text otherwise.
 Status select(const Request& request, const KernelRow** row);

@@ -34,11 +34,14 @@ class Variant:
     traits: str  # C++ type
     max_m: int = 0  # with max_blocks_per_sm: automatic choice only when M <= max_m, ...
     max_blocks_per_sm: float = 0  # ... or when this row's grid has at most so many blocks an SM
-    min_blocks_per_sm: float = 0  # automatic choice only when this row's grid has so many blocks an SM
-    splits: bool = False  # takes a part of the keys (params.h: Partial)
+    min_m: int = 0  # automatic choice only when M >= min_m, ...
+    min_blocks_per_sm: float = 0  # ... and when this row's grid has so many blocks an SM
+    partial: bool = False  # writes results in fp32 too (params.h: Partial)
     pages: bool = True  # reads keys through a block table
+    bias_alignment: int = 0  # elements; of a bias of the query's dtype alone; 0: any bias
     allow_spill: bool = False
     blocks_per_sm: int = 1  # that the registers allow; the plan of split keys counts on them
+    in_memory: bool = False  # a block writes all value columns, a value tile at a time
     header: str = "chained/launch.h"
     kind: str = "fwd"  # "fwd" | "bwd"
     # Forward: serves calls with dropout, and only those; with bias also set, both with and without
@@ -97,9 +100,8 @@ class Wgmma:
     suffix: str
     tile: tuple[int, int, int]  # queries, keys, the largest K and Kv
     stages: int  # of keys and of values
-    smem: int
-    kinds: tuple[str, ...] = ("plain", "dropout")  # keys of FEATURES
-    spills: bool = False
+    smem: dict[str, int]  # of each kind (a key of FEATURES)
+    spills: bool = True  # in the warp that copies, and a few in tiles with masks
     min_blocks_per_sm: float = 0.5
 
 
@@ -108,6 +110,7 @@ class Wgmma:
 FEATURES = {
     "plain": ("NoBias", False, False),
     "dropout": ("DropoutOnly", False, True),
+    "bias": ("TensorBias", True, False),
     "full": ("FullBias", True, True),
 }
 QK = {"resident": "ResidentQk<{}>", "streamed": "StreamedQk<{}>", "compensated": "CompensatedQk"}
@@ -171,9 +174,10 @@ def variants(
                 max_blocks_per_sm=shape.max_blocks_per_sm,
                 allow_spill=bias in shape.spills,
                 blocks_per_sm=shape.blocks,
+                in_memory=shape.in_memory,
                 header=f"{family}/launch.h",
                 dropout=shape.full,
-                splits=dtype != "f32",
+                partial=True,
             )
 
 
@@ -181,7 +185,7 @@ def wgmma(
     shapes: list[Wgmma], cpp_element: str, dtype: str
 ) -> Iterator[Variant]:
     for shape in shapes:
-        for feature in shape.kinds:
+        for feature, smem in shape.smem.items():
             policy, bias, dropout = FEATURES[feature]
             tile = ", ".join(map(str, shape.tile))
             parts = ["hopper_sm90", dtype, shape.suffix, feature.replace("plain", "")]
@@ -199,13 +203,15 @@ def wgmma(
                 tile_n=shape.tile[1],
                 value_tile=shape.tile[2],
                 threads=128 + 2 * shape.tile[0],
-                smem_bytes=shape.smem,
+                smem_bytes=smem,
                 min_sm=90,
                 max_sm=90,
                 traits=f"hopper::ForwardTraits<{cpp_element}, hopper::Tile<{tile}>, "
                 f"{shape.stages}, chained::{policy}>",
+                min_m=65,
                 min_blocks_per_sm=shape.min_blocks_per_sm,
                 pages=False,
+                bias_alignment=8 * bias,
                 allow_spill=shape.spills,
                 header="hopper/launch.h",
                 dropout=dropout,
@@ -267,9 +273,10 @@ def gradients(
 
 # Hopper: TMA and wgmma.
 HOPPER = [
-    Wgmma("k64", (192, 128, 64), 2, 115712, spills=True),
-    Wgmma("k128", (128, 128, 128), 2, 197632, spills=True),
-    Wgmma("k256", (128, 64, 256), 2, 197632, spills=True),
+    Wgmma("k64", (192, 128, 64), 3, {"plain": 148480, "dropout": 148480}),
+    Wgmma("k64", (192, 128, 64), 2, {"bias": 214016}),
+    Wgmma("k128", (128, 128, 128), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
+    Wgmma("k256", (128, 64, 256), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
@@ -327,7 +334,7 @@ SM80_16_UNALIGNED = [
 SM80_F32_FEW = [
     Shape(
         "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
-        max_m=16,
+        max_m=16, blocks=3,
     ),
 ]  # fmt: skip
 SM80_F32 = [
@@ -386,7 +393,7 @@ SM80_16_FULL_UNALIGNED = [
 SM80_F32_FEW_FULL = [
     Shape(
         "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
-        max_m=16, bias=BIAS, full=True,
+        max_m=16, blocks=3, bias=BIAS, full=True,
     ),
 ]  # fmt: skip
 SM80_F32_FULL = [

@@ -37,10 +37,19 @@ Canonical canonical(const TensorDesc& t, int64_t groups) {
   return c;
 }
 
+Status check_dtype(const TensorDesc& t, const char* name, const TensorDesc& query) {
+  if (t.dtype != query.dtype) return invalid(std::string(name) + " has another dtype than query");
+  return {};
+}
+
 Status check_operand(const TensorDesc& t, const char* name, const TensorDesc& query) {
+  if (Status s = check_layout(t, name, query); !s.ok()) return s;
+  return check_dtype(t, name, query);
+}
+
+Status check_layout(const TensorDesc& t, const char* name, const TensorDesc& query) {
   if (t.rank != query.rank)
     return invalid(std::string(name) + " has rank " + to_string(t.rank) + ", query has rank " + to_string(query.rank));
-  if (t.dtype != query.dtype) return invalid(std::string(name) + " has another dtype than query");
   for (int i = 0; i < t.rank; ++i)
     if (t.shape[i] < 1) return invalid(std::string(name) + " " + shape_text(t) + " is empty");
   const int last = t.rank - 1;

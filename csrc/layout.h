@@ -26,7 +26,10 @@ View view_of(const TensorDesc& t, const Canonical& c) {
   return {t.data, c.stride_b, c.stride_g, c.stride_h, c.stride_l};
 }
 
-// Rank and dtype are the query's, no dimension is empty, the last stride is 1, the address is that of elements.
+// The rank is the query's, no dimension is empty, the last stride is 1, the address is that of elements.
+Status check_layout(const TensorDesc& t, const char* name, const TensorDesc& query);
+Status check_dtype(const TensorDesc& t, const char* name, const TensorDesc& query);  // it is the query's
+// Both.
 Status check_operand(const TensorDesc& t, const char* name, const TensorDesc& query);
 Status check_shape(const TensorDesc& t, const char* name, const int64_t* expected, int rank);
 Status check_contiguous(const TensorDesc& t, const char* name);

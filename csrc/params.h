@@ -84,13 +84,18 @@ struct Dropout {
   float keep_scale = 1.f;         // 1 / (1 - threshold / 65536); 0 where everything is dropped
 };
 
-// The keys cut into parts, one thread block each (few queries: else there are too few blocks). Part s writes its out,
-// divided by its own sum, and its log-sum-exp in two parts; reduce::launch_merge puts them together. fp32, contiguous.
+// fp32 results in place of ForwardParams::out. Of parts of the keys, one thread block each (few queries: else there are
+// too few blocks): part s writes its out, divided by its own sum, and what that sum is relative to;
+// reduce::launch_merge puts them together. Or of all keys as one part, where out is not to have the inputs' dtype.
 struct Partial {
-  float* out = nullptr;      // [splits, B, H, M, Kv]
-  float* lse = nullptr;      // [splits, B, H, M]
-  float* lse_low = nullptr;  // likewise
-  int32_t splits = 1;        // 1: not cut, out and lse are written as they are
+  OutputView out;            // fp32, [splits, B, M, G, heads_per_group, Kv]; data null: none of all this
+  int64_t stride_split = 0;  // elements, from one part of out to the next
+  // Of each row, [splits, B, H, M], contiguous: sum over the part's keys of exp(score - reference - reference_low); 0
+  // where it sees none of them. All null: one part, the lse is written as it is.
+  float* sum = nullptr;
+  float* reference = nullptr;
+  float* reference_low = nullptr;
+  int32_t splits = 1;
 };
 
 // out = softmax(scale * query keyT + bias, over visible keys) value
@@ -110,9 +115,14 @@ struct ForwardParams {
   Anchor anchor = Anchor::kNone;
   int32_t window_left = -1;
   int32_t window_right = -1;  // 0: causal
-  Sequences sequences;        // then batch = 1; queries and keys are the rows of the tensors, over all sequences
+  // Packed heads (forward_plan.h): so many consecutive rows are one query, of the heads that share a key head; row r of
+  // a sequence is its query r >> row_shift. Then queries and all strides and rows of query, out, bias and lse count
+  // such rows, query_starts count queries.
+  int32_t row_heads = 1;
+  int32_t row_shift = 0;
+  Sequences sequences;  // then batch = 1; queries and keys are the rows of the tensors, over all sequences
   Dropout dropout;
-  Partial partial;  // 16-bit inputs only
+  Partial partial;
 };
 
 // A gradient to write. splits > 1: block s of the loop writes its fp32 partial sum at data + s * stride_split, to be

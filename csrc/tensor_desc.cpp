@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "forward_plan.h"
 #include "layout.h"
 #include "mask_desc.h"
 
@@ -45,6 +46,14 @@ BiasView bias_view(const TensorDesc& bias, const Canonical& q) {
   return view;
 }
 
+// As Request::bias_alignment.
+int32_t bias_alignment(const ForwardParams& p, DType dtype) {
+  const BiasView& b = p.bias;
+  if (b.data == nullptr || b.dtype != dtype || p.sequences.own_bias || (b.stride_n != 1 && p.keys > 1)) return 0;
+  const uint64_t address = reinterpret_cast<uintptr_t>(b.data) / uint64_t(bytes_of(dtype));
+  return lowest_bit(address | uint64_t(b.stride_b | b.stride_g | b.stride_h | b.stride_m) | 16);
+}
+
 // A dimension of 2 before those of the plain shape: the log-sum-exp and what rounding took from it.
 Status read_lse(const TensorDesc& lse, const Canonical& q, int query_rank, LseView* view) {
   if (lse.dtype != int32_t(DType::kF32)) return invalid("lse is not float32");
@@ -66,8 +75,6 @@ Status read_lse(const TensorDesc& lse, const Canonical& q, int query_rank, LseVi
   view->stride_g = query_rank == 5 ? stride_of(lse, parts + 1) : view->stride_h * q.heads;
   return {};
 }
-
-constexpr int64_t kLongest = (int64_t(1) << 31) - 1024;  // the end of the tile after the last is an int32 too
 
 bool fits_int32(int64_t n) { return n <= std::numeric_limits<int32_t>::max(); }
 
@@ -102,8 +109,11 @@ Status check_operands(const ForwardCall& a, int64_t* groups) {
     const TensorDesc* tensor;
     const char* name;
   } operands[] = {{&query, "query"}, {&key, "key"}, {&value, "value"}, {&a.out, "out"}};
-  for (const auto& operand : operands)
-    if (Status s = check_operand(*operand.tensor, operand.name, query); !s.ok()) return s;
+  for (const auto& operand : operands) {
+    if (Status s = check_layout(*operand.tensor, operand.name, query); !s.ok()) return s;
+    if (operand.tensor == &a.out) continue;
+    if (Status s = check_dtype(*operand.tensor, operand.name, query); !s.ok()) return s;
+  }
 
   const int rank = query.rank, last = rank - 1;
   int64_t expected[kMaxRank];
@@ -163,13 +173,18 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
   count_sequences(a.mask, p->sequences, r);
   r->head_dim = int32_t(K), r->value_dim = int32_t(Kv);
   r->has_bias = a.bias.has_value();
+  r->bias_alignment = bias_alignment(*p, r->dtype);
   r->dropout = a.seed.has_value();
   r->variant = a.variant;
+  r->heads_per_key = packable_heads(*p);
   return {};
 }
 
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request) {
   if (Status s = make_operands(args, params, request); !s.ok()) return s;
+  if (args.out.dtype < 0 || args.out.dtype > int32_t(DType::kF32))
+    return invalid("out has a dtype that is not float16, bfloat16 or float32");
+  if (args.out.dtype != args.query.dtype) return {};  // written an element at a time
   const Canonical out = canonical(args.out, params->heads / params->heads_per_group);
   request->alignment = lowest_bit(uint64_t(request->alignment) | alignment_bits(args.out, out));
   return {};

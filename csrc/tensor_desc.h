@@ -37,10 +37,11 @@ struct ExchangeApi {  // DLPackExchangeAPI
 }  // namespace dlpack
 
 constexpr int kMaxRank = 5;
-constexpr int32_t kCudaDevice = 2;     // DLPack's kDLCUDA
-constexpr int32_t kUnknownDType = -1;  // a dtype no kernel knows
-constexpr int32_t kInt64 = 4;          // no DType: seeds only
-constexpr int32_t kInt32 = 5;          // no DType: starts, lengths and pages only
+constexpr int64_t kLongest = (int64_t(1) << 31) - 1024;  // M, N: the end of the tile after the last is an int32 too
+constexpr int32_t kCudaDevice = 2;                       // DLPack's kDLCUDA
+constexpr int32_t kUnknownDType = -1;                    // a dtype no kernel knows
+constexpr int32_t kInt64 = 4;                            // no DType: seeds only
+constexpr int32_t kInt32 = 5;                            // no DType: starts, lengths and pages only
 
 struct TensorDesc {
   void* data = nullptr;
@@ -81,7 +82,7 @@ struct ForwardCall {
 // Checks shapes and dtypes (kInvalid with a short message) and fills params and what the request knows of
 // the tensors (all but sm, smem_optin and sm_count).
 //   3-D: query [B, M, K];  4-D: query [B, M, H, K], key and value [B, N, Hkv, K|Kv], Hkv divides H;
-//   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv.
+//   5-D: query [B, M, G, H, K], key and value [B, N, G, H, K|Kv].  out: query's shape with Kv, any of the dtypes.
 //   bias: [B|1, (G|1, H|1 | H|1,) M|1, N|1]; lse [(2,) B, 1, M] | [(2,) B, H, M] | [(2,) B, G, H, M],
 //   last stride 1; part 1 is what rounding took from part 0.
 //   With sequences B is 1; with bias_per_sequence the bias is [count|1, heads as above, longest M|1, longest N|1], of
@@ -89,7 +90,7 @@ struct ForwardCall {
 //   seed: int64 [2], {seed, offset}.
 Status make_forward(const ForwardCall& args, ForwardParams* params, Request* request);
 
-// The same, but the request's alignment is that of query, key and value alone.
+// The same, but the request's alignment is that of query, key and value alone, and out's dtype is not looked at.
 Status make_operands(const ForwardCall& args, ForwardParams* params, Request* request);
 
 }  // namespace memeff

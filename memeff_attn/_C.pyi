@@ -18,12 +18,15 @@ class Request(_Pass, total=False):
     M: int
     N: int
     H: int
+    heads_per_key: int  # heads that share a key head and may become rows of one tile; 1: none
     K: int
     Kv: int
     alignment: int  # elements: the largest power of two dividing addresses, strides, K and Kv
     has_bias: bool
     dropout: bool
     paged: bool  # keys are read through a block table
+    partial: bool  # results in fp32 are wanted: of packed heads, or for an out of another dtype
+    bias_alignment: int  # as alignment, of a bias of the query's dtype; 0: another bias
     bias_grad: bool  # backward: the bias' gradient is wanted
     # a forced row; "family:" and a name: the choice among its rows; "" or None: among all
     variant: str | None
@@ -49,6 +52,7 @@ MaskScalars = tuple[
 source_hash: str
 is_cuda_build: bool
 
+# out: of the inputs' dtype or any other of theirs; backward takes the former only.
 # lse: fp32 [B, H, M], [B, 1, M] or [B, G, H, M], or with a dimension of 2 before these: part 0 is
 # the log-sum-exp, part 1 what rounding took from it. forward writes, and backward reads, what is
 # there.
@@ -80,6 +84,7 @@ def forward_scalars(
     out: Scalars,
     lse: Scalars | None,
     seed: Scalars | None,
+    allocate: Callable[[int], Scalars],  # as of backward_scalars; called where it takes a workspace
     scale: float,
     p: float,
     causal: int,

@@ -48,8 +48,8 @@ def memory_efficient_attention(
         Also [B, M, K] (one head) and [B, M, G, H, K] (all operands alike; expand key and value for
         shared heads). Any size, K and Kv from 1 up, any strides; a tensor whose last stride is not
         1 is copied.
-    Dtypes: float16, bfloat16 or float32, all three alike; out has the same. Inputs that differ are
-        cast to the autocast dtype under torch.autocast (inputs that agree stay as they are) and
+    Dtypes: float16, bfloat16 or float32, all three alike; out has output_dtype. Inputs that differ
+        are cast to the autocast dtype under torch.autocast (inputs that agree stay as they are) and
         refused elsewhere.
     Args:
         attn_bias: None; a mask of memeff_attn.attn_bias (LowerTriangularMask() and many more:
@@ -64,10 +64,12 @@ def memory_efficient_attention(
         scale: any finite number; default K ** -0.5.
         op: operators of memeff_attn.dispatch to insist on: a forward one, or a tuple (forward,
             backward), each of which may be None; default: the best.
-        output_dtype: the query's dtype; no kernel writes another one yet.
+        output_dtype: of out, one of the three; default: the query's. float32 is what the sums in
+            float32 come to, unrounded; gradients go through the query's dtype.
     Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
         what rounding took from it); for few queries also one partial result in float32 for each
-        tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB); the backward pass takes the
+        tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB), and for a 16-bit
+        output_dtype that is not the inputs' the output once in float32; the backward pass takes the
         gradients and B * H * M floats and, where few blocks fill the GPU, partial sums: for each
         gradient at most 8 times its elements, or 64 MiB, in float32; with sequences none of these
         sums. Nothing grows with M * N but a gradient of a bias that does, or that is broadcast over
@@ -285,10 +287,11 @@ def _attention(
         )
     ) or forward_ad._current_level >= 0  # forward mode: autograd refuses it, the operator would not
     variant = backward_variant = ""
-    state = None
+    state = other_dtype = None
     if p != 0.0 or op is not None or output_dtype is not None:
         inputs = Inputs(query, key, value, attn_bias, p, scale, output_dtype)
         variant, backward_variant = _unusual(inputs, op, differentiable)
+        other_dtype = None if output_dtype is dtype else output_dtype
         p = float(p)
         state = _seed(p, seed, query)
     tf32 = dtype == torch.float32 and dispatch.tf32_allowed()
@@ -296,11 +299,12 @@ def _attention(
     if differentiable or (not direct and autograd.hidden()):
         return autograd.differentiable(
             query, key, value, bias, scale, causal, tf32, variant, backward_variant, p, state,
-            partial=partial,
+            partial=partial, output_dtype=other_dtype,
         )  # fmt: skip
     call: Any = ops.forward_cuda if direct else ops.forward  # the same result
-    result: tuple[Tensor, Tensor] = call(
-        query, key, value, bias, scale, causal, tf32, need_lse, variant, p, state
+    arguments = query, key, value, bias, scale, causal, tf32, need_lse, variant, p, state
+    result: tuple[Tensor, Tensor] = (
+        call(*arguments) if other_dtype is None else call(*arguments, output_dtype=other_dtype)
     )
     return result
 
@@ -328,7 +332,7 @@ def _by_rule(
     for chosen in named if torch.is_grad_enabled() else named[:1]:
         if chosen is not None:
             dispatch.ensure_op_takes(chosen, inputs)
-    if output_dtype not in (None, query.dtype):
+    if output_dtype not in (None, *dispatch.DTYPES):
         inputs.validate_inputs()
         raise NotImplementedError(dispatch.no_operator_text(inputs))
     p = _number("p", p) if isinstance(p, Tensor) else p
@@ -338,7 +342,7 @@ def _by_rule(
         if not query.dtype == key.dtype == value.dtype:
             query, key, value, _ = _cast_by_autocast(query, key, value, None)
         state = _seed(p, seed, query)
-        out, lse = masked.attention(query, key, value, attn_bias, p, scale, state)
+        out, lse = masked.attention(query, key, value, attn_bias, p, scale, state, output_dtype)
         return out, lse.unsqueeze(0)
     variants = ["" if chosen is None else chosen.VARIANT for chosen in (*named, None)]
     inputs.is_partial = partial
@@ -364,6 +368,7 @@ def _by_operators(
         torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (query, key, value, bias))
     ) or forward_ad._current_level >= 0
+    other_dtype = None if inputs.output_dtype == query.dtype else inputs.output_dtype
     hidden = autograd.hidden()
     if rule.shared_keys and (asked or hidden) and query.device.type != "cpu":
         raise NotImplementedError(dispatch.no_operator_text(inputs, backward=True))
@@ -375,11 +380,14 @@ def _by_operators(
     if asked or (not direct and hidden):
         return autograd.differentiable(
             query, key, value, bias, scale, causal, tf32, *variants, p, state, *(mask or ()),
-            partial=inputs.is_partial,
+            partial=inputs.is_partial, output_dtype=other_dtype,
         )  # fmt: skip
     arguments = query, key, value, bias, scale, causal, tf32, need_lse, variants[0], p, state
+    named: dict[str, Any] = {} if other_dtype is None else {"output_dtype": other_dtype}
     result: Any = (
-        ops.forward_cuda(*arguments, mask) if direct else ops.forward(*arguments, *(mask or ()))
+        ops.forward_cuda(*arguments, mask, **named)
+        if direct
+        else ops.forward(*arguments, *(mask or ()), **named)
     )
     out, lse = result
     return out, lse
@@ -434,18 +442,18 @@ def _number(name: str, value: Any) -> float:
 
 
 def _unusual(inputs: Inputs, op: Any, differentiable: bool) -> tuple[str, str]:
-    """Dropout, named operators, another output dtype: the kernels to insist on, forward and
-    backward; or why not."""
+    """Dropout, named operators, an output dtype: the kernels to insist on, forward and backward; or
+    why not."""
     if isinstance(inputs.p, Tensor):
         _number("p", inputs.p)
     check_numbers(inputs.p, inputs.scale)
     chosen = dispatch.resolve_op(op)
     backward = dispatch.resolve_bw_op(op) if isinstance(op, tuple) else None
-    other_dtype = inputs.output_dtype not in (None, inputs.query.dtype)
-    if chosen is None and backward is None and not other_dtype:
+    unknown = inputs.output_dtype not in (None, *dispatch.DTYPES)
+    if chosen is None and backward is None and not unknown:
         return "", ""
     inputs.validate_inputs()
-    if chosen is None and other_dtype:
+    if chosen is None and unknown:
         raise NotImplementedError(dispatch.no_operator_text(inputs))
     if chosen is not None:
         dispatch.ensure_op_takes(chosen, inputs)

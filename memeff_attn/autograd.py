@@ -15,7 +15,7 @@ from .mask_arguments import MaskArguments
 
 # Arguments of apply after attn_bias and before the mask's (MaskArguments, or none at all): none of
 # them has a gradient.
-_SETTINGS = 7
+_SETTINGS = 8
 
 
 def _forward(
@@ -30,6 +30,7 @@ def _forward(
     backward_variant: str,
     p: float,
     seed: Tensor | None,
+    output_dtype: torch.dtype | None,
     *mask: Any,
 ) -> tuple[Tensor, Tensor]:
     """Of the arguments of apply; with the log-sum-exp, which the backward pass needs."""
@@ -38,8 +39,9 @@ def _forward(
         call = ops.forward_cuda
         if mask:
             mask = (MaskArguments(*mask),)
+    named: dict[str, Any] = {} if output_dtype is None else {"output_dtype": output_dtype}
     result: tuple[Tensor, Tensor] = call(
-        query, key, value, attn_bias, scale, causal, tf32, True, variant, p, seed, *mask
+        query, key, value, attn_bias, scale, causal, tf32, True, variant, p, seed, *mask, **named
     )
     return result
 
@@ -47,7 +49,7 @@ def _forward(
 def _keep(ctx: Any, arguments: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
     """What the backward pass needs of a call of apply."""
     settings, mask = arguments[: 4 + _SETTINGS], arguments[4 + _SETTINGS :]
-    query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed = settings
+    query, key, value, attn_bias, scale, causal, tf32, _, backward_variant, p, seed, _ = settings
     ctx.save_for_backward(query, key, value, attn_bias, out, lse, seed, *mask[2:6])
     ctx.settings = scale, causal, tf32, backward_variant, p, mask[:2], mask[6:]
 
@@ -64,6 +66,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None)
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
         grad_lse = grad_lse[0]
+    if out.dtype != query.dtype:  # as `.to(output_dtype)` behind the call would have it
+        out, grad_out = out.to(query.dtype), grad_out.to(query.dtype)
     needs = [bool(need) for need in ctx.needs_input_grad[:4]]
     call: Any = backward.backward
     if torch.compiler.is_compiling():
@@ -184,9 +188,17 @@ def _no_start_twice(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def differentiable(
-    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, partial: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    partial: bool = False,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), of which out may be asked for gradients, and with partial lse."""
+    """(out, lse), of which out may be asked for gradients, and with partial lse. arguments: those
+    of the operator, from attn_bias on, with the backward variant behind its own and no need_lse;
+    output_dtype: None for the query's."""
+    arguments = (*arguments[:_SETTINGS], output_dtype, *arguments[_SETTINGS:])
     function: Any = Partial if partial else Forward
     if torch.compiler.is_compiling():  # Dynamo takes no tensor twice
         if key is query:
@@ -205,10 +217,10 @@ def differentiable(
 
 def _entry_by_entry(op: Any) -> Callable[..., Any]:
     @torch.no_grad()  # gradients are FunctionalForward's
-    def batched(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    def batched(info: Any, in_dims: Sequence[int | None], *arguments: Any, **named: Any) -> Any:
         def entry(i: int) -> Any:
             pairs = zip(arguments, in_dims, strict=True)
-            return op(*(x.select(d, i) if isinstance(d, int) else x for x, d in pairs))
+            return op(*(x.select(d, i) if isinstance(d, int) else x for x, d in pairs), **named)
 
         results = [entry(i) for i in range(info.batch_size)]
         stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))

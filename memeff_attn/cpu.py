@@ -42,6 +42,7 @@ def route(
     scale: float,
     causal: int,
     p: float = 0.0,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
     """("flash" or "blockwise", why)."""
     if not _FLASH_IS_RIGHT:
@@ -54,6 +55,8 @@ def route(
             f"PyTorch's flash kernel takes Kv = K only, K is {query.shape[-1]}, Kv "
             f"{value.shape[-1]}",
         )
+    if output_dtype not in (None, query.dtype):
+        return "blockwise", "PyTorch's flash kernel writes the query's dtype only"
     if query.dtype == torch.float32:
         return "blockwise", "PyTorch's flash kernel rounds exp to 20 bits, too coarse for float32"
     rule = effective_causal(query, key, causal)
@@ -124,18 +127,18 @@ def forward(
     p: float = 0.0,
     seed: Tensor | None = None,
     rule: MaskRule | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of validated inputs; out contiguous in the query's layout, lse contiguous fp32.
 
     rule: what attn_bias and causal do not say: windows and sequences.
     """
+    dtypes = torch.float32, output_dtype or query.dtype
     if rule is not None:
-        dtypes = torch.float32, query.dtype
         return blockwise(query, key, value, rule, scale, *dtypes, p=p, seed=seed)
-    path, _ = route(query, key, value, attn_bias, scale, causal, p)
+    path, _ = route(query, key, value, attn_bias, scale, causal, p, output_dtype)
     if path == "flash":
         return _flash(query, key, value, attn_bias, scale, effective_causal(query, key, causal))
-    dtypes = torch.float32, query.dtype
     return blockwise(query, key, value, attn_bias, scale, *dtypes, causal, p, seed)
 
 

@@ -1,8 +1,8 @@
 """Which operator takes an input, and why the others do not.
 
 Operator classes carry xFormers' attribute names and say by `not_supported_reasons` what they cannot
-do; `explain` (explanation.py) tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp, asked
-here through the compiled module.
+do; explanation.py tells it all. Which kernel of an operator runs is decided in csrc/dispatch.cpp,
+asked here through the compiled module.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class AttentionOpBase:
     SUPPORTS_DROPOUT: ClassVar[bool] = True
     SUPPORTS_CUSTOM_SCALE: ClassVar[bool] = True
     SUPPORTS_DIFFERENT_VALUE_EMBED: ClassVar[bool] = True
-    SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = False
+    SUPPORTS_OUTPUT_DTYPE: ClassVar[bool] = True
     SUPPORTS_PARTIAL: ClassVar[bool] = True
     SUPPORTS_BMGHK: ClassVar[bool] = True
     IS_DETERMINISTIC: ClassVar[bool] = True
@@ -118,10 +118,7 @@ class AttentionOpBase:
         if device not in cls.SUPPORTED_DEVICES:
             found.append(f"device is {device}, it takes {', '.join(sorted(cls.SUPPORTED_DEVICES))}")
         if d.query.dtype not in cls.SUPPORTED_DTYPES:
-            found.append(
-                f"dtype is {d.query.dtype}, it takes "
-                f"{', '.join(sorted(map(str, cls.SUPPORTED_DTYPES)))}"
-            )
+            found.append(f"dtype is {d.query.dtype}, it takes {_names(cls)}")
         bias = d.attn_bias
         known = type(bias) in cls.SUPPORTED_ATTN_BIAS_TYPES or isinstance(bias, Tensor | MaskRule)
         if known:
@@ -130,12 +127,13 @@ class AttentionOpBase:
             found.append(f"attn_bias is {type(bias).__name__}, which is none of attn_bias.MASKS")
         if d.p != 0.0 and not cls.SUPPORTS_DROPOUT:
             found.append(f"p is {d.p}: it has no dropout")
-        if d.output_dtype not in (None, d.query.dtype) and not cls.SUPPORTS_OUTPUT_DTYPE:
-            found.append(
-                f"output_dtype is {d.output_dtype}: another dtype than the query's comes with "
-                "[masks] (issue 4)"
-            )
+        if d.output_dtype not in (None, *cls.SUPPORTED_DTYPES):
+            found.append(f"output_dtype is {d.output_dtype}, it writes {_names(cls)}")
         return found
+
+
+def _names(op: type[AttentionOpBase]) -> str:
+    return ", ".join(sorted(map(str, op.SUPPORTED_DTYPES)))
 
 
 class AttentionFwOpBase(AttentionOpBase):
@@ -399,13 +397,29 @@ def gpu_named(device: Any) -> dict[str, int]:
 
 def _alignment(x: Tensor) -> int:
     """Or of all that alignment depends on, in elements; size-1 dimensions do not count."""
-    bits = x.shape[-1]
+    return x.shape[-1] | _row_alignment(x)
+
+
+def _row_alignment(x: Tensor) -> int:
+    """The same without the last dimension's size."""
+    bits = 0
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         bits |= 0 if size == 1 else stride
     try:
         return bits | x.data_ptr() // x.element_size()
     except RuntimeError:  # a tensor without storage: taken as aligned
         return bits
+
+
+def _bias_alignment(rule: MaskRule, dtype: torch.dtype) -> int:
+    """Largest power of two, at most 16, of a bias of the query's dtype; 0: of another kind."""
+    bias = rule.bias
+    if bias is None or bias.dtype != dtype or rule.bias_per_sequence:
+        return 0
+    if bias.shape[-1] > 1 and bias.stride(-1) != 1:
+        return 0
+    bits = 16 | _row_alignment(bias)
+    return bits & -bits
 
 
 def request_of(
@@ -427,15 +441,38 @@ def request_of(
         "math": "tf32" if query.dtype == torch.float32 and tf32_allowed() else "ieee",
         **sizes_of(rule, query, key),
         "H": math.prod(query.shape[2:-1]),
+        "heads_per_key": _packable_heads(query, key, value, bias, d.p, rule.varlen),
         "K": query.shape[-1],
         "Kv": value.shape[-1],
         "alignment": bits & -bits,
         "has_bias": bias is not None,
+        "bias_alignment": _bias_alignment(rule, query.dtype),
+        "paged": rule.block_tables is not None,
+        "partial": d.output_dtype not in (None, query.dtype),
         "pass": which,
         "dropout": d.p > 0.0,
         "bias_grad": bias is not None and bias.requires_grad,
         "variant": name,
     }
+
+
+def _packable_heads(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, p: float, varlen: bool
+) -> int:
+    """packable_heads of csrc/forward_plan.cpp, of tensors."""
+    if query.dim() == 3 or p > 0.0:
+        return 1
+    heads = query.shape[-2]
+    if key.shape[2:-1] != query.shape[2:-1]:
+        heads //= max(1, key.shape[2])
+    elif any(x.stride(-2) != 0 for x in (key, value)):
+        return 1
+    if bias is None or (query.shape[1] == 1 and not varlen):
+        return heads
+    strides = [0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)]
+    of_head, of_query = strides[-3], strides[-2]
+    filled = heads & (heads - 1) == 0 or of_head == 0
+    return heads if filled and of_query == heads * of_head else 1
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -23,12 +23,13 @@ def attention(
     p: float = 0.0,
     scale: float | None = None,
     seed: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of dropout(softmax(scale * Q K^T + bias)) V, both differentiable once.
 
     Shapes: as `memory_efficient_attention`; lse [B, H, M], with sequences [1, H, all queries].
     Dtypes: as there; lse float32.
-    Args: as there; seed: the dropout state where p > 0.
+    Args: as there (output_dtype too); seed: the dropout state where p > 0.
     Memory: O(M + N) and a few blocks of scores; of paged keys a copy of one sequence's.
     Numerics: everything in float32, out and gradients rounded once.
     Raises: ValueError where inputs disagree; NotImplementedError away from the CPU.
@@ -37,7 +38,8 @@ def attention(
     inputs, rule = _checked(query, key, value, attn_bias, p, scale)
     call: Any = _Masked.apply
     scale = inputs.scale_float
-    out, lse = call(query, key, value, rule.bias, rule.with_bias(None), scale, float(p), seed)
+    settings = scale, float(p), output_dtype or query.dtype, seed
+    out, lse = call(query, key, value, rule.bias, rule.with_bias(None), *settings)
     return out, lse
 
 
@@ -131,10 +133,11 @@ class _Masked(torch.autograd.Function):
         rule: MaskRule,
         scale: float,
         p: float,
+        output_dtype: torch.dtype,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", enabled=False):
-            full, dtypes = rule.with_bias(bias), (torch.float32, query.dtype)
+            full, dtypes = rule.with_bias(bias), (torch.float32, output_dtype)
             out, lse = blockwise(query, key, value, full, scale, *dtypes, p=p, seed=seed)
         ctx.save_for_backward(query, key, value, bias, out, lse, seed)
         ctx.settings = rule, scale, p
@@ -148,8 +151,9 @@ class _Masked(torch.autograd.Function):
         rule, scale, p = ctx.settings
         if grad_out is None:
             grad_out = torch.zeros_like(out)
+        out, grad_out = out.to(query.dtype), grad_out.to(query.dtype)
         grads = _gradients(
             grad_out, grad_lse, query, key, value, rule.with_bias(bias), out, lse, scale, p, seed,
             ctx.needs_input_grad[:4],
         )  # fmt: skip
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)

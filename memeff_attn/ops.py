@@ -32,12 +32,12 @@ from .mask_rule import MaskRule
 
 # attn_bias: rank of the query, dimensions 1 or full; causal: values of attn_bias.CAUSAL_*; variant:
 # "", a kernel's name, or "family:" and a family's; seed: {seed, offset} (dropout.py), given exactly
-# where p > 0; windows and sequences: mask_arguments.py. Returns out and the log-sum-exp in two
-# parts (two_part_lse_shape; [0] where need_lse is false).
+# where p > 0; windows and sequences: mask_arguments.py; output_dtype: None for the query's. Returns
+# out and the log-sum-exp in two parts (two_part_lse_shape; [0] where need_lse is false).
 _SCHEMA = (
     "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float scale, int causal, "
     "bool tf32, bool need_lse, str variant, float p=0.0, Tensor? seed=None, "
-    f"{MASK_SCHEMA}) -> (Tensor, Tensor)"
+    f"{MASK_SCHEMA}, *, ScalarType? output_dtype=None) -> (Tensor, Tensor)"
 )
 
 library: Any = torch.library.Library("memeff_attn", "DEF")  # type: ignore[no-untyped-call]
@@ -91,11 +91,29 @@ def on_first_launch(module: dict[str, Any]) -> Launch:
     return launch
 
 
+_TENSORS = 7  # query, key, value, attn_bias, out, lse, seed
 _launch = on_first_launch(globals())
 
 
 def launcher() -> Launch:
-    return compiled("forward", 7)
+    forward = compiled("forward", _TENSORS)
+    return forward if has_exchange() else with_workspace(forward)
+
+
+def with_workspace(function: Launch) -> Launch:
+    """A function by numbers that takes, behind the tensors, what allocates its workspace."""
+
+    def launch(query: Tensor, *rest: Any) -> Failure | None:
+        workspace = None  # which lives until the launches are made
+
+        def allocate(elements: int) -> Any:
+            nonlocal workspace
+            workspace = query.new_empty((elements,), dtype=torch.float32)
+            return numbers(workspace)
+
+        return function(query, *rest[: _TENSORS - 1], allocate, *rest[_TENSORS - 1 :])
+
+    return launch
 
 
 def compiled(name: str, tensors: int) -> Launch:
@@ -158,10 +176,12 @@ def _forward_cuda(
     *mask: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
+    output_dtype = named.pop("output_dtype", None)
     given = mask_of(mask, named)
     out, lse = forward_cuda(
-        query, key, value, attn_bias, scale, causal, tf32, need_lse, variant, p, seed, given
-    )
+        query, key, value, attn_bias, scale, causal, tf32, need_lse, variant, p, seed, given,
+        output_dtype,
+    )  # fmt: skip
     return out, out.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
@@ -178,14 +198,15 @@ def forward_cuda(
     p: float = 0.0,
     seed: Tensor | None = None,
     mask: MaskArguments | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator's work on plain CUDA tensors; lse is None unless needed."""
     shape = query.shape
     width = value.shape[-1]
     if width == shape[-1]:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = torch.empty_like(query, dtype=output_dtype, memory_format=torch.contiguous_format)
     else:
-        out = query.new_empty((*shape[:-1], width))
+        out = query.new_empty((*shape[:-1], width), dtype=output_dtype)
     lse = query.new_empty(two_part_lse_shape(query), dtype=torch.float32) if need_lse else None
     if not variant and _FORCED in _environ:
         variant = forced_variant()
@@ -249,7 +270,7 @@ def _second_try(
                 lse[1].zero_()
             return
         mended = [launchable(x) for x in (query, key, value)]
-        target = out if value.shape[-1] else value.new_empty((*out.shape[:-1], 1))
+        target = out if value.shape[-1] else out.new_empty((*out.shape[:-1], 1))
         if target is not out or any(
             a is not b for a, b in zip(mended, (query, key, value), strict=True)
         ):
@@ -311,6 +332,7 @@ def _forward_cpu(
     *mask: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
+    output_dtype = named.pop("output_dtype", None)
     inputs, given = (query, key, value, attn_bias), mask_of(mask, named)
     check_call(*inputs, given)
     if query.dtype not in dispatch.DTYPES:
@@ -318,7 +340,7 @@ def _forward_cpu(
         raise error_of((UNSUPPORTED, ""), inputs, settings)
     rule = None if given is None else rule_of(query, key, attn_bias, causal, given)
     with torch.autocast("cpu", enabled=False):  # what is in the call's dtype stays in it
-        out, lse = cpu.forward(*inputs, scale, causal, p, seed, rule)
+        out, lse = cpu.forward(*inputs, scale, causal, p, seed, rule, output_dtype)
     if not need_lse:
         return out, query.new_empty((0,), dtype=torch.float32)
     both = lse.new_zeros(two_part_lse_shape(query))  # no low part: cpu.backward needs none
@@ -341,8 +363,9 @@ def _forward_fake(
     *mask: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
+    output_dtype = named.pop("output_dtype", None)
     check_call(query, key, value, attn_bias, mask_of(mask, named))
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=output_dtype)
     shape = two_part_lse_shape(query) if need_lse else (0,)
     return out, query.new_empty(shape, dtype=torch.float32)
 

@@ -179,6 +179,9 @@ def heads_of(layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return {
         "bmhk": ((2,), (2,)),
         "gqa": ((6,), (2,)),
+        "gqa4": ((8,), (2,)),
+        "mqa": ((4,), (1,)),
+        "mqa5": ((5,), (1,)),
         "bmghk": ((2, 2), (2, 2)),
         "bmk": ((), ()),
     }[layout]

@@ -272,7 +272,9 @@ def test_scalars_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         qkv = make("cuda", rank, torch.float16)
         bias = torch.randn(33, 47, device="cuda")
         expected = with_lse(*qkv, bias)
-        monkeypatch.setattr(ops, "_launch", ops.by_scalars(module.forward_scalars, 7))
+        monkeypatch.setattr(
+            ops, "_launch", ops.with_workspace(ops.by_scalars(module.forward_scalars, 7))
+        )
         for mine, other in zip(with_lse(*qkv, bias), expected, strict=True):
             assert torch.equal(mine, other)
         monkeypatch.undo()

@@ -126,8 +126,8 @@ def test_scale_of_other_number_types() -> None:
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     "float64": (lambda: attention(*(x.double() for x in qkv())), r"dtype is torch.float64"),
     "output_dtype": (
-        lambda: attention(*qkv(), output_dtype=torch.float16),
-        r"output_dtype is torch.float16",
+        lambda: attention(*qkv(), output_dtype=torch.float64),
+        r"output_dtype is torch.float64, it writes torch.bfloat16, torch.float16, torch.float32",
     ),
     "float8": (
         lambda: attention(*(x.to(torch.float8_e4m3fn) for x in qkv())),
@@ -152,11 +152,11 @@ def test_unsupported(name: str) -> None:
     assert "cuda is not supported because" in message
 
 
-def test_masks_of_later_work() -> None:
+def test_output_dtype_under_a_mask() -> None:
     mask = BlockDiagonalMask.from_seqlens([5], [7], device="cpu")
     one = [x[:1] for x in qkv()]
-    with pytest.raises(NotImplementedError, match=r"output_dtype is torch.float16.*\[masks\]"):
-        attention(*one, mask, output_dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match=r"output_dtype is torch\.float64, it writes"):
+        attention(*one, mask, output_dtype=torch.float64)
 
 
 def test_what_fits_by_chance() -> None:
@@ -447,4 +447,4 @@ def test_inputs() -> None:
     assert dispatch._dispatch_bw(d) is CpuBwOp
     for choose in (dispatch._dispatch_fw, dispatch._dispatch_bw):
         with pytest.raises(NotImplementedError, match="No operator found"):
-            choose(Inputs(q, k, v, output_dtype=torch.float16))
+            choose(Inputs(q, k, v, output_dtype=torch.float64))

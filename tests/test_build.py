@@ -45,7 +45,8 @@ class Variant:
     tile_m: int = 64; tile_n: int = 64; value_tile: int = 64; threads: int = 128
     smem_bytes: int = 1024; kind: str = "fwd"; dropout: bool = False
     max_m: int = 0; max_blocks_per_sm: float = 0; allow_spill: bool = False; blocks_per_sm: int = 1
-    min_blocks_per_sm: float = 0; splits: bool = False; pages: bool = True
+    min_m: int = 0; min_blocks_per_sm: float = 0; partial: bool = False; pages: bool = True
+    bias_alignment: int = 0; in_memory: bool = False
 
 def row(name, arch, min_sm, max_sm, family="chained", **kw):
     return Variant(name=name, family=family, arch=arch, min_sm=min_sm, max_sm=max_sm,

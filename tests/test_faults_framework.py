@@ -364,7 +364,9 @@ def test_binding_reads_the_same_both_ways(device: str) -> None:
     for arguments in wrong:
         rest = (None, 0.125, 0.0, TOP_LEFT, False, "", None, stream)
         by_dlpack = _C.forward(*arguments, *rest)
-        by_scalars = _C.forward_scalars(*(scalars(x) for x in arguments), *rest, index)
+        by_scalars = _C.forward_scalars(
+            *(scalars(x) for x in arguments), rest[0], None, *rest[1:], index
+        )
         assert by_dlpack == by_scalars
     assert by_dlpack is not None and by_dlpack[0] == 1, by_dlpack
 

@@ -88,7 +88,9 @@ def forward(
     settings = 1.0, 0.0, causal, False, ""
     answer = _C.forward(*tensors, *settings, mask, 0)
     by_scalars = None if mask is None else described(mask)
-    assert _C.forward_scalars(*map(scalars, tensors), *settings, by_scalars, 0, -1) == answer
+    assert (
+        _C.forward_scalars(*map(scalars, tensors), unasked, *settings, by_scalars, 0, -1) == answer
+    )
     return answer
 
 

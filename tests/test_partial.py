@@ -117,7 +117,7 @@ def test_refused() -> None:
     with pytest.raises(NotImplementedError, match="no dropout state"):
         partial(query, key, value, p=0.5)
     with pytest.raises(NotImplementedError, match="output_dtype"):
-        partial(query, key, value, output_dtype=torch.float16)
+        partial(query, key, value, output_dtype=torch.float64)
     query.requires_grad_()
     out, _ = partial(query, key, value)
     (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)

@@ -62,6 +62,7 @@ struct ForwardBlock : ForwardTile<Traits> {
   using typename Tile::FragmentS;
   using typename Tile::PvMma;
   using typename Tile::QkMma;
+  static constexpr bool kWide = sizeof(Element) == 4;  // what the epilogue writes is fp32 anyway
 
   // --- second product
   // ---------------------------------------------------------------------------------------------------
@@ -112,37 +113,32 @@ struct ForwardBlock : ForwardTile<Traits> {
       }
       inverse[i] = state.sum[i] == 0.f ? 0.f : 1.f / state.sum[i];
       if constexpr (Traits::kDropout) inverse[i] *= p.dropout.keep_scale;
-      if constexpr (Traits::kSplits) {
-        if (args.map.splits > 1) {
-          store_partial_lse(i, row);
-          continue;
-        }
-      }
-      if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) {
-        const float2 both = log_sum_exp<Exponent>(Exponent::reference(state.max[i], args.exponent), state.sum[i]);
-        lse[row] = both.x;
-        if (p.lse.low != nullptr) lse[row + (p.lse.low - p.lse.data)] = both.y;
-      }
+      if (lse != nullptr && warp_n == 0 && row_leader() && row < rows) store_sum(lse + row, i);
     }
   }
 
-  // Rows of the partial results before this tile's.
-  CUTLASS_DEVICE int64_t partial_row() const {
-    const int64_t head = offset(offset(at.split, p.batch) + at.batch, p.heads) + at.head;
-    return offset(head, p.queries) + n.query_row + row0;
+  // The row's log-sum-exp; of a part of the keys, its sum.
+  CUTLASS_DEVICE void store_sum(float* to, int i) const {
+    const float reference = Exponent::reference(state.max[i], args.exponent);
+    Partial const& part = p.partial;
+    if (part.sum != nullptr) {
+      const float2 natural = Exponent::natural(reference);
+      *to = state.sum[i];
+      to[part.reference - part.sum] = natural.x;
+      to[part.reference_low - part.sum] = natural.y;
+      return;
+    }
+    const float2 both = log_sum_exp<Exponent>(reference, state.sum[i]);
+    *to = both.x;
+    if (p.lse.low != nullptr) to[p.lse.low - p.lse.data] = both.y;
   }
-  CUTLASS_DEVICE void store_partial_lse(int i, int row) const {
-    if (warp_n != 0 || !row_leader() || row >= rows || at.slab != 0) return;
-    const float2 both = log_sum_exp<Exponent>(Exponent::reference(state.max[i], args.exponent), state.sum[i]);
-    p.partial.lse[partial_row() + row] = both.x;
-    p.partial.lse_low[partial_row() + row] = both.y;
-  }
-  CUTLASS_DEVICE void store_partial(FragmentO const& o, float const (&inverse)[CoordS::kRows]) const {
-    float* out = p.partial.out + offset(partial_row(), p.value_dim) + value0;
+
+  // O of 16-bit inputs in fp32 (params.h: Partial).
+  CUTLASS_DEVICE void store_wide(FragmentO const& o, float const (&inverse)[CoordS::kRows]) const {
     const int first = warp_n * (kValueTile / Traits::kWarpsN);
     // As in the epilogue: a row that sees nothing is 0, whatever 0 * V gave.
-    store_within<CoordO>(out, p.value_dim, warp_row(), first, rows, values, lane,
-                         [&](int i, int e) { return inverse[i] == 0.f ? 0.f : o[e] * inverse[i]; });
+    store_within<CoordO>(static_cast<float*>(smem.scratch.out), p.partial.out.stride_m, warp_row(), first, rows, values,
+                         lane, [&](int i, int e) { return inverse[i] == 0.f ? 0.f : o[e] * inverse[i]; });
   }
 
   CUTLASS_DEVICE void publish(float (&to)[kTileM], float const (&factor)[CoordS::kRows]) const {
@@ -155,8 +151,9 @@ struct ForwardBlock : ForwardTile<Traits> {
   template <typename Storage>
   CUTLASS_DEVICE void store_output(FragmentO const& o, Storage& storage, int column0, bool add) {
     const cutlass::MatrixCoord extent(rows, values - column0);
-    const cutlass::layout::RowMajor layout(p.out.stride_m);
-    Element* out = smem.scratch.out;
+    const bool wide = kWide && p.partial.out.data != nullptr;
+    const cutlass::layout::RowMajor layout(wide ? p.partial.out.stride_m : p.out.stride_m);
+    Element* out = static_cast<Element*>(smem.scratch.out);
     typename Traits::OutputIterator::Params to(layout);
     typename Traits::OutputIterator destination(to, out + column0, extent, thread);
     typename Traits::Epilogue epilogue(storage, thread, warp, lane);
@@ -337,9 +334,9 @@ struct ForwardBlock : ForwardTile<Traits> {
       for (int i = 0; i < CoordS::kRows; ++i) state.sum[i] += state.sum_aside[i];
     }
     finish_rows(inverse);
-    if constexpr (Traits::kSplits) {
-      if (args.map.splits > 1) {
-        store_partial(o, inverse);
+    if constexpr (!kWide) {
+      if (p.partial.out.data != nullptr) {
+        store_wide(o, inverse);
         return;
       }
     }

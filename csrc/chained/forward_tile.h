@@ -81,12 +81,12 @@ struct ForwardTile {
     rows = found.problem.queries - row0 < kTileM ? found.problem.queries - row0 : kTileM;
     value0 = kInMemory ? 0 : at.slab * kValueTile;
     values = p.value_dim - value0;
-    const Visibility limits(p, found.problem.queries, found.problem.keys);
-    const int last = row0 + rows - 1;
-    whole_end = limits.limit(row0);
-    keys_begin = limits.first(row0) / kTileN * kTileN;
+    const Visibility limits(p, query_of(found.problem.queries - 1) + 1, found.problem.keys);
+    const int first = query_of(row0), last = query_of(row0 + rows - 1);
+    whole_end = limits.limit(first);
+    keys_begin = limits.first(first) / kTileN * kTileN;
     keys_end = limits.limit(last);
-    if constexpr (Traits::kSplits) take_part();
+    take_part();
     if (thread == 0) {
       smem.scratch.n = found.problem;
       smem.scratch.see = limits;
@@ -96,6 +96,9 @@ struct ForwardTile {
     if (is_packed(p.sequences) || Traits::kStageBias) __syncthreads();
     if (rows > 0) find_operands(found.problem);
   }
+
+  // The query of a row.
+  CUTLASS_DEVICE int query_of(int row) const { return row >> p.row_shift; }
 
   // This block's part of the key blocks, if they are cut into parts.
   CUTLASS_DEVICE void take_part() {
@@ -117,13 +120,7 @@ struct ForwardTile {
           offset(problem.key_row, p.key.stride_m);
     value = static_cast<Element const*>(p.value.data) + head_offset(p.value, at.batch, group, member) +
             offset(problem.key_row, p.value.stride_m) + value0;
-    if (thread == 0) {
-      smem.scratch.out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, group, member) +
-                         offset(query_row, p.out.stride_m) + value0;
-      smem.scratch.lse = p.lse.data == nullptr || at.slab != 0
-                             ? nullptr
-                             : p.lse.data + head_offset(p.lse, at.batch, group, member) + query_row;
-    }
+    if (thread == 0) find_results(group, member, query_row);
     if (Traits::kBias && p.bias.data != nullptr) {
       const bool own = p.sequences.own_bias;
       bias.data = bias_at(p.bias, own ? problem.number() : at.batch, group, member, own ? row0 : query_row,
@@ -133,6 +130,23 @@ struct ForwardTile {
       bias.dtype = p.bias.dtype;
       bias.pairs = args.bias_pairs;
     }
+  }
+
+  CUTLASS_DEVICE void find_results(int group, int member, int64_t query_row) const {
+    Partial const& part = p.partial;
+    const bool fp32 = part.out.data != nullptr;
+    OutputView const& view = fp32 ? part.out : p.out;
+    const int64_t to = head_offset(view, at.batch, group, member) + offset(query_row, view.stride_m) + value0 +
+                       offset(at.split, part.stride_split);
+    smem.scratch.out = static_cast<char*>(view.data) + to * (fp32 ? 4 : int64_t(sizeof(Element)));
+    float* lse = nullptr;
+    if (part.sum != nullptr) {
+      const int64_t head = offset(offset(at.split, p.batch) + at.batch, p.heads) + at.head;
+      lse = part.sum + offset(head, p.queries) + query_row;
+    } else if (p.lse.data != nullptr) {
+      lse = p.lse.data + head_offset(p.lse, at.batch, group, member) + query_row;
+    }
+    smem.scratch.lse = at.slab == 0 ? lse : nullptr;
   }
 
   // The row that holds a key block's first key, counted from the sequence's first. A page holds whole key blocks.
@@ -202,7 +216,7 @@ struct ForwardTile {
   CUTLASS_DEVICE void hide(FragmentS& s, int column0) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) {
-      const int row = row0 + warp_row() + CoordS::row(lane, i);
+      const int row = query_of(row0 + warp_row() + CoordS::row(lane, i));
       const int limit = see.limit(row) - column0, first = kLeft ? see.first(row) - column0 : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {

@@ -86,7 +86,6 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
                                     ": B * H * query tiles * parts * value slabs exceeds the grid "
                                     "limit of 2^31 - 1 thread blocks"};
   }
-  if (p.partial.splits > 1 && !Traits::kSplits) return {Code::kUnsupported, where + " does not split the keys"};
   auto* kernel = &forward_kernel<Traits>;
   if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
   kernel<<<args.map.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);

@@ -260,7 +260,6 @@ struct ForwardTraits {
   // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
   // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
   static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident && Output::kForward ? 1024 : 0;
-  static constexpr bool kSplits = sizeof(Element) == 2;  // takes a part of the keys (params.h: Partial)
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
@@ -291,8 +290,8 @@ struct ForwardTraits {
     Problem n;
     Visibility see;
     int whole_begin;  // keys from it on are hidden from no row by a window's left side
-    Element* out;
-    float* lse;
+    void* out;  // Element, or fp32 (params.h: Partial)
+    float* lse;  // or, of a part of the keys, the sums; null: not wanted
   };
   struct SharedStorage : BiasStageOf<kTileM> {
     union {

@@ -32,20 +32,21 @@ struct Problem {
 
 namespace sequences {
 
-// The starts of one side's sequences; `count` for the end.
+// The starts of one side's sequences, in rows; `count` for the end. each: rows of what the starts count.
 struct Starts {
   const int32_t* data;
-  int count, end;
-  CUTLASS_DEVICE int at(int s) const { return s < count ? __ldg(data + s) : end; }
+  int count, end, each;
+  CUTLASS_DEVICE int at(int s) const { return s < count ? __ldg(data + s) * each : end; }
 };
 
 // starts and the end of what they cut: the last start, or all rows where lengths say what is used.
 CUTLASS_DEVICE Starts query_starts(ForwardParams const& p) {
-  return {p.sequences.query_starts, p.sequences.count, __ldg(p.sequences.query_starts + p.sequences.count)};
+  const int32_t* starts = p.sequences.query_starts;
+  return {starts, p.sequences.count, __ldg(starts + p.sequences.count) * p.row_heads, p.row_heads};
 }
 CUTLASS_DEVICE Starts key_starts(ForwardParams const& p) {
   const Sequences& s = p.sequences;
-  return {s.key_starts, s.count, s.key_lengths != nullptr ? p.keys : __ldg(s.key_starts + s.count)};
+  return {s.key_starts, s.count, s.key_lengths != nullptr ? p.keys : __ldg(s.key_starts + s.count), 1};
 }
 
 // The last s in [-1, count] with start(s) / tile + s + 1 <= number. A warp tests 32 candidates at once.
@@ -71,8 +72,9 @@ CUTLASS_DEVICE Problem problem_of(ForwardParams const& p, int s) {
   const Sequences& q = p.sequences;
   if (s < 0 || s >= q.count) return x;
   x.sequence = uint32_t(s);
-  x.query_row = __ldg(q.query_starts + s);
-  x.queries = __ldg(q.query_starts + s + 1) - x.query_row;
+  const Starts rows = query_starts(p);
+  x.query_row = rows.at(s);
+  x.queries = rows.at(s + 1) - x.query_row;
   if (q.block_tables != nullptr) {
     x.keys = x.key_rows = __ldg(q.key_lengths + s);
     return x;

@@ -54,7 +54,7 @@ Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multipro
 template <typename Traits>
 Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* name) {
   const std::string where = name;
-  if (p.partial.splits > 1) return {Code::kUnsupported, where + " does not split the keys"};
+  if (p.partial.out.data != nullptr) return {Code::kUnsupported, where + " writes no results in fp32"};
   if (p.sequences.block_tables != nullptr) return {Code::kUnsupported, where + " reads no pages"};
   int device = 0, multiprocessors = 0;
   MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);

@@ -11,28 +11,63 @@ constexpr int kMaxSplits = 64;  // two a lane
 
 struct MergeKernelArgs {
   ForwardParams p;
-  int64_t rows;  // B * H * M
-  int chunks;    // of 32 columns
+  int64_t rows;       // B * H * M
+  OutputView row;     // of the parts' sums and references: strides in rows, data unused
+  int64_t part_rows;  // from one part to the next
+  int chunks;         // of 32 columns
 };
 
 __device__ float warp_max(float x) {
   for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
   return x;
 }
-__device__ float warp_sum(float x) {
+template <typename Real>
+__device__ Real warp_sum(Real x) {
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
 }
 
-// m + log(sum) in two parts: TwoSum, Knuth.
-__device__ void store_lse(const LseView& lse, int64_t at, float max, float sum) {
-  const float log_sum = logf(sum), total = __fadd_rn(max, log_sum), part = __fsub_rn(total, max);
-  lse.data[at] = total;
-  if (lse.low == nullptr) return;
-  lse.low[at] = __fadd_rn(__fsub_rn(max, __fsub_rn(total, part)), __fsub_rn(log_sum, part));
+// reference + log(sum) in two parts: TwoSum, Knuth.
+__device__ float2 log_sum_exp(float reference, float sum) {
+  const float log_sum = logf(sum), total = __fadd_rn(reference, log_sum), part = __fsub_rn(total, reference);
+  return make_float2(total, __fadd_rn(__fsub_rn(reference, __fsub_rn(total, part)), __fsub_rn(log_sum, part)));
+}
+__device__ float2 log_sum_exp(float reference, double sum) {
+  const double both = double(reference) + log(sum);
+  const float total = float(both);
+  return make_float2(total, isinf(total) ? 0.f : float(both - double(total)));
 }
 
-template <typename T>
+// What a row's parts count, two parts a lane.
+template <typename Real>
+struct Weights {
+  Real at[2];
+  Real total;
+  float reference;  // the largest; total is relative to it
+
+  // row: of its sum in each part of `rows`
+  __device__ Weights(Partial const& p, int64_t rows, int64_t row, int lane) : reference(-INFINITY) {
+    float sum[2], high[2], low[2];
+    for (int k = 0; k < 2; ++k) {
+      const int s = lane + 32 * k;
+      const bool valid = s < p.splits;
+      const int64_t from = s * rows + row;
+      sum[k] = valid ? p.sum[from] : 0.f;
+      high[k] = valid ? p.reference[from] : 0.f;
+      low[k] = valid ? p.reference_low[from] : 0.f;
+      if (sum[k] != 0.f) reference = fmaxf(reference, high[k]);
+    }
+    reference = warp_max(reference);
+    for (int k = 0; k < 2; ++k) {
+      // A part without keys counts nothing; NaN stays, beside such parts too.
+      at[k] = sum[k] == 0.f ? Real(0) : Real(sum[k]) * exp(Real(high[k]) - Real(reference) + Real(low[k]));
+    }
+    total = warp_sum(at[0] + at[1]);
+  }
+};
+
+// Real: of the weights; fp32 outputs see what their rounding to fp32 leaves.
+template <typename T, typename Real>
 __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
   const ForwardParams& p = args.p;
   const int lane = threadIdx.x & 31, splits = p.partial.splits;
@@ -43,49 +78,33 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
        work += warps) {
     const int64_t row = work / args.chunks;
     const int column = int(work - row * args.chunks) * 32 + lane;
-    float high[2], low[2], max = -INFINITY;
-    for (int k = 0; k < 2; ++k) {
-      const int s = lane + 32 * k;
-      high[k] = s < splits ? p.partial.lse[s * args.rows + row] : -INFINITY;
-      low[k] = s < splits ? p.partial.lse_low[s * args.rows + row] : 0.f;
-      max = fmaxf(max, high[k]);
-    }
-    max = warp_max(max);
-    float sum = 0.f;
-    for (int k = 0; k < 2; ++k) {
-      if (high[k] == -INFINITY) {
-        high[k] = 0.f;
-      } else {  // NaN stays, beside parts without keys too
-        high[k] = expf((high[k] - (max == -INFINITY ? 0.f : max)) + low[k]);
-      }
-      sum += high[k];
-    }
-    sum = warp_sum(sum);
-    for (int k = 0; k < 2; ++k) {
-      if (lane + 32 * k < splits) weight[lane + 32 * k] = sum == 0.f ? 0.f : high[k] / sum;
-    }
-    __syncwarp();
     const int64_t batch_head = row / p.queries, m = row - batch_head * p.queries, batch = batch_head / p.heads;
     const int head = int(batch_head - batch * p.heads), group = head / p.heads_per_group;
     const int member = head - group * p.heads_per_group;
-    T* out = static_cast<T*>(p.out.data) + batch * p.out.stride_b + group * p.out.stride_g + member * p.out.stride_h +
-             m * p.out.stride_m;
+    const auto at = [&](OutputView const& view) {
+      return batch * view.stride_b + group * view.stride_g + member * view.stride_h + m * view.stride_m;
+    };
+    const Weights<Real> found(p.partial, args.part_rows, at(args.row), lane);
+    for (int k = 0; k < 2; ++k) {
+      if (lane + 32 * k < splits)
+        weight[lane + 32 * k] = found.total == Real(0) ? 0.f : float(found.at[k] / found.total);
+    }
+    __syncwarp();
     if (column < p.value_dim) {
-      const float* part = p.partial.out + row * p.value_dim + column;
-      const int64_t step = args.rows * p.value_dim;
+      const float* part = static_cast<const float*>(p.partial.out.data) + at(p.partial.out) + column;
       float total = 0.f;
 #pragma unroll 16
-      for (int s = 0; s < splits; ++s) total = fmaf(weight[s], part[s * step], total);  // without keys: 0 and 0
-      out[column] = from_float<T>(total);
+      for (int s = 0; s < splits; ++s) {
+        total = fmaf(weight[s], part[s * p.partial.stride_split], total);  // without keys: 0 and 0
+      }
+      static_cast<T*>(p.out.data)[at(p.out) + column] = from_float<T>(total);
     }
     if (column == 0 && p.lse.data != nullptr) {
-      const int64_t at = batch * p.lse.stride_b + group * p.lse.stride_g + member * p.lse.stride_h + m;
-      if (sum == 0.f) {
-        p.lse.data[at] = -INFINITY;
-        if (p.lse.low != nullptr) p.lse.low[at] = 0.f;
-      } else {
-        store_lse(p.lse, at, max, sum);
-      }
+      const int64_t to = batch * p.lse.stride_b + group * p.lse.stride_g + member * p.lse.stride_h + m;
+      const float2 both =
+          found.total == Real(0) ? make_float2(-INFINITY, 0.f) : log_sum_exp(found.reference, found.total);
+      p.lse.data[to] = both.x;
+      if (p.lse.low != nullptr) p.lse.low[to] = both.y;
     }
     __syncwarp();  // the weights are used
   }
@@ -93,9 +112,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
 
 template <typename T>
 Status launch(const ForwardParams& p, CUstream_st* stream) {
-  const MergeKernelArgs args{p, p.batch * p.heads * p.queries, (p.value_dim + 31) / 32};
+  const OutputView& out = p.partial.out;  // contiguous rows
+  const int32_t width = p.value_dim;
+  const OutputView row{nullptr, out.stride_b / width, out.stride_g / width, out.stride_h / width, out.stride_m / width};
+  const MergeKernelArgs args{p, p.batch * p.heads * p.queries, row, p.partial.stride_split / width, (width + 31) / 32};
   const unsigned blocks = blocks_for(args.rows * args.chunks, kThreads / 32);
-  merge_kernel<T><<<blocks, kThreads, 0, stream>>>(args);
+  using Real = std::conditional_t<std::is_same<T, float>::value, double, float>;
+  merge_kernel<T, Real><<<blocks, kThreads, 0, stream>>>(args);
   return launched("reduce::merge", blocks);
 }
 
@@ -108,8 +131,10 @@ Status launch_merge(const ForwardParams& args, DType dtype, CUstream_st* stream)
       return launch<__half>(args, stream);
     case DType::kBF16:
       return launch<__nv_bfloat16>(args, stream);
+    case DType::kF32:
+      return launch<float>(args, stream);
     default:
-      return {Code::kInvalid, "reduce::merge takes float16 and bfloat16"};
+      return {Code::kInvalid, "reduce::merge takes float16, bfloat16 and float32"};
   }
 }
 

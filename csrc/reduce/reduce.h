@@ -39,9 +39,13 @@ struct SumArgs {
 // out[i] = partial[0][i] + partial[1][i] + ..., in this order, rounded once.
 Status launch_sum_splits(const SumArgs& args, CUstream_st* stream);
 
-// out and lse of the forward whose partial results lie in args.partial, of 16-bit `dtype`. With m the largest lse of
-// the parts: lse = m + log(sum of exp(lse_s - m)), out = sum of exp(lse_s - lse) out_s; no part sees a key: out 0, lse
-// -inf.
+// args.query [B, M, G, heads_per_group, K] -> packed.query [B, G, M, row_heads, K], contiguous, aligned to 16 bytes,
+// zero beyond heads_per_group: the rows of packed heads (forward_plan.h).
+Status launch_pack(const ForwardParams& args, const ForwardParams& packed, DType dtype, CUstream_st* stream);
+
+// out, of `dtype`, and lse of the forward whose partial results lie in args.partial. With r the largest reference of
+// the parts and w_s = sum_s exp(reference_s - r): lse = r + log(sum of w_s), out = sum of w_s out_s / sum of w_s; no
+// part sees a key: out 0, lse -inf.
 Status launch_merge(const ForwardParams& args, DType dtype, CUstream_st* stream);
 
 }  // namespace reduce

@@ -99,7 +99,7 @@ def memory_efficient_attention(
         attn_bias: None, a mask of `attn_bias`, or a tensor [B, H, M, N] (1 in any dimension, any
             strides, [B * H, M, N] too) of the query's dtype or bool.
         op: (forward, backward), each may be None; or one forward operator.
-        output_dtype: another dtype than the query's is computed in float32 and rounded once.
+        output_dtype: default the query's; the sums in float32 are rounded to it once.
     Raises:
         ValueError: arguments that disagree, or that a named operator does not take.
         NotImplementedError: legal arguments that no operator takes, with the reasons.

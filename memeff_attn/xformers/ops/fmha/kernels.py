@@ -1,5 +1,5 @@
 """From an operator of this package to memeff_attn's kernels and back: the two forms of the
-log-sum-exp, other output dtypes, dropout states.
+log-sum-exp, dropout states.
 
     lse of memeff_attn:  [B, H, M], [B, G, H, M], of sequences [1, H, total]
     padded (cutlass):    rows up to a multiple of 32, +inf beyond; of n sequences
@@ -21,7 +21,7 @@ from ....attn_bias import VARLEN_BIASES, bias_of_rank
 from ....dropout import new_seed
 from ....inputs import Inputs as KernelInputs
 from .common import AttentionBwOpBase, AttentionFwOpBase
-from .inputs import Bias, Context, Gradients, Inputs, _attn_bias_apply, _grouped
+from .inputs import Bias, Context, Gradients, Inputs, _grouped
 
 QUANTISED = "quantised keys and values are not supported: dequantise them"
 PAD = 32  # rows; clients of the padded form slice [:, :, :M]
@@ -67,16 +67,7 @@ def _is_packed(lse: Tensor, inp: Inputs) -> bool:
     return lse.shape[0] == 1 and lse.shape[-1] >= inp.query.shape[1]
 
 
-# ---- another output dtype ----
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype, with one copy of what is expanded."""
-    narrow = x
-    for dim, stride in enumerate(x.stride()):
-        if stride == 0 and x.shape[dim] > 1:
-            narrow = narrow.narrow(dim, 0, 1)
-    return narrow.to(dtype).expand(x.shape)
+# ---- forward and backward ----
 
 
 def _with_groups(inp: Inputs) -> Inputs:
@@ -87,54 +78,36 @@ def _with_groups(inp: Inputs) -> Inputs:
     return dataclasses.replace(inp, attn_bias=_grouped(bias, inp.query))
 
 
-def _in_dtype(inp: Inputs, output_dtype: torch.dtype) -> Inputs:
-    """The inputs whose output can be rounded once to `output_dtype`: themselves, or float32."""
+def _arguments(inp: Inputs) -> tuple[Any, ...]:
+    """Of memeff_attn's calls, up to scale."""
     if inp._quantized:
         raise NotImplementedError(QUANTISED)
-    inp = _with_groups(inp)
-    if output_dtype == inp.query.dtype or inp.query.dtype == torch.float32:
-        return inp
-
-    def wide(x: Tensor) -> Tensor:
-        return x if x.dtype == torch.bool else _cast(x, torch.float32)
-
-    return dataclasses.replace(
-        inp,
-        query=wide(inp.query),
-        key=wide(inp.key),
-        value=wide(inp.value),
-        attn_bias=_attn_bias_apply(inp.attn_bias, wide),
-        scale=inp.scale_float,
-    )
-
-
-# ---- forward and backward ----
+    given = _with_groups(inp)
+    return given.query, given.key, given.value, given.attn_bias, given.p, given.scale
 
 
 def attend(inp: Inputs, output_dtype: torch.dtype | None = None) -> Tensor:
     """The output alone, differentiable."""
-    output_dtype = output_dtype or inp.output_dtype or inp.query.dtype
-    given = _in_dtype(inp, output_dtype)
-    out = attention.memory_efficient_attention(
-        given.query, given.key, given.value, given.attn_bias, given.p, given.scale
-    )
-    return out if output_dtype == inp.query.dtype else out.to(output_dtype)
+    output_dtype = output_dtype or inp.output_dtype
+    return attention.memory_efficient_attention(*_arguments(inp), output_dtype=output_dtype)
 
 
 def attend_with_lse(
     inp: Inputs, output_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse, the dropout state where p > 0); lse in memeff_attn's form."""
-    output_dtype = output_dtype or inp.output_dtype or inp.query.dtype
-    given = _in_dtype(inp, output_dtype)
-    arguments = given.query, given.key, given.value, given.attn_bias, given.p, given.scale
+    arguments, output_dtype = _arguments(inp), output_dtype or inp.output_dtype
     seed = None
     if inp.is_partial:
-        out, lse = attention.memory_efficient_attention_partial(*arguments)
+        out, lse = attention.memory_efficient_attention_partial(
+            *arguments, output_dtype=output_dtype
+        )
     else:
         seed = new_seed(inp.device) if inp.p != 0.0 else None
-        out, lse = attention.memory_efficient_attention_forward_requires_grad(*arguments, seed=seed)
-    return out if output_dtype == inp.query.dtype else out.to(output_dtype), lse, seed
+        out, lse = attention.memory_efficient_attention_forward_requires_grad(
+            *arguments, output_dtype=output_dtype, seed=seed
+        )
+    return out, lse, seed
 
 
 def gradients(inp: Inputs, grad: Tensor, out: Tensor, lse: Tensor, seed: Any) -> Gradients:
@@ -194,8 +167,8 @@ class OnKernelsFw(AttentionFwOpBase):
     BACKWARD: Any = None  # the operator that knows its dropout
 
     @classmethod
-    def _output_dtype(cls, inp: Inputs) -> torch.dtype:
-        return inp.output_dtype or inp.query.dtype
+    def _output_dtype(cls, inp: Inputs) -> torch.dtype | None:
+        return inp.output_dtype
 
     @classmethod
     def apply(cls, inp: Inputs, needs_gradient: bool) -> tuple[Tensor, Context | None]:

@@ -22,7 +22,7 @@ class Everywhere(AttentionOpBase):
 class FwOp(Everywhere, OnKernelsFw):
     """Everything memeff_attn takes, on GPU and CPU; lse of sequences is packed, none is padded.
 
-    Another output dtype is computed in float32 and rounded once.
+    Another output dtype is what the sums in float32 come to, rounded once to it.
     """
 
     OPERATOR = "memeff_attn::forward"

@@ -101,8 +101,8 @@ class FwOp(OnKernelsFw):
     NUM_GROUPS_VALUES = (1, 2, 4, 8)
 
     @classmethod
-    def _output_dtype(cls, inp: Inputs) -> torch.dtype:
-        return inp.get_output_dtype()
+    def _output_dtype(cls, inp: Inputs) -> torch.dtype | None:
+        return inp.get_output_dtype() if inp.is_partial else inp.output_dtype
 
     @classmethod
     def shape_not_supported_reasons(cls, Mq: int, Mkv: int, K: int, Kv: int) -> list[str]:
