@@ -139,11 +139,12 @@ def parse_archs(text: str) -> list[Arch]:
 
 def _plan_row(row: Any, archs: list[Arch], families: str) -> BuiltRow:
     minimum = ARCH_MINIMUM[row.arch]
-    if row.arch in ARCH_SPECIFIC:
-        asked = any(a.number == minimum for a in archs)
-        return BuiltRow(row, (Arch(minimum, True),) if asked else (), None)
     base = sorted({a.number for a in archs})
     named = set(families.split(","))
+    if row.arch in ARCH_SPECIFIC:
+        wanted = families in ("native", "all") or row.family in named or row.arch in named
+        sass = (Arch(minimum, True),) if wanted and minimum in base else ()
+        return BuiltRow(row, sass, None)
     if families == "native":
         numbers = [n for n in base if row.min_sm <= n <= row.max_sm]
     elif families == "all" or row.family in named or row.arch in named:

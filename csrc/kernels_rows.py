@@ -273,9 +273,11 @@ def gradients(
 
 # Hopper: TMA and wgmma.
 HOPPER = [
-    Wgmma("k64", (192, 128, 64), 3, {"plain": 148480, "dropout": 148480}),
-    Wgmma("k64", (192, 128, 64), 2, {"bias": 214016}),
+    Wgmma("k64", (192, 128, 64), 2, {"plain": 115712, "dropout": 115712}),
+    Wgmma("k64", (128, 128, 64), 2, {"bias": 164864}),
+    Wgmma("k96", (128, 128, 96), 2, {"plain": 197632, "bias": 230400}),
     Wgmma("k128", (128, 128, 128), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
+    Wgmma("k192", (128, 96, 192), 2, {"plain": 197632}),
     Wgmma("k256", (128, 64, 256), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between

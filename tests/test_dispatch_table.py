@@ -59,6 +59,7 @@ def request_for(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
         Kv=row["max_kv"] or 1024,
         alignment=row["alignment"],
         has_bias=row["bias"],
+        bias_alignment=row["bias_alignment"],
         dropout=row["dropout"],
         variant=row["name"],
         **{"pass": row["kind"], **fields},

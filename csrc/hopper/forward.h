@@ -88,25 +88,37 @@ struct ForwardBlock {
 
   // --- the warp that copies: all lanes look for tiles, one copies ---
 
+  // Where a tile's operands lie: in registers, every copy needs them.
+  struct Source {
+    int member, group, batch, query_row, key_row;
+    CUTLASS_DEVICE explicit Source(ForwardTile const& tile)
+        : member(int(tile.at.member)),
+          group(int(tile.at.group)),
+          batch(int(tile.at.batch)),
+          query_row(tile.n.query_row + tile.row0),
+          key_row(tile.n.key_row) {}
+  };
+
   CUTLASS_DEVICE void copy_tiles() {
     uint32_t turn = 0;
     announce(turn);
     for (int own = 0;; own = (own + 1) % Traits::kPlaces) {
       ForwardTile const& tile = smem.tiles[own];
-      const int first = tile.first_block, after = tile.after_block;
       if (tile.rows <= 0) break;
+      const int first = tile.first_block, after = tile.after_block;
+      const Source from(tile);
       // Q of the next tile comes early where it has a buffer of its own.
       const int early = Traits::kQueryBuffers > 1 ? max(after - 2, first) : first - 1;
       for (int block = after - 1; block >= first; --block) {
         if (lane == 0) {
-          copy_keys(tile, block);
-          copy_bias(tile, block);
-          if (block + 1 < after) copy_values(tile, block + 1);
+          copy_keys(from, block);
+          copy_bias(from, block);
+          if (block + 1 < after) copy_values(from, block + 1);
         }
         __syncwarp();
         if (block == early) announce(turn);
       }
-      if (lane == 0 && first < after) copy_values(tile, first);
+      if (lane == 0 && first < after) copy_values(from, first);
       __syncwarp();
       if (early < first || first >= after) announce(turn);
     }
@@ -127,9 +139,9 @@ struct ForwardBlock {
       __threadfence_block();
       auto& full = smem.barriers.query_full[queries.stage];
       if (tile.rows > 0 && tile.first_block < tile.after_block) {
-        copy<Traits::kChunks, Traits::kQueryChunkBytes>(args.query, smem.query[queries.stage], full, tile, 0,
-                                                        tile.n.query_row + tile.row0,
-                                                        cute::TMA::CacheHintSm90::EVICT_FIRST);
+        const Source from(tile);
+        copy<Traits::kChunks, Traits::kQueryChunkBytes>(args.query, smem.query[queries.stage], full, from, 0,
+                                                        from.query_row, cute::TMA::CacheHintSm90::EVICT_FIRST);
       } else {
         full.arrive();
       }
@@ -142,37 +154,38 @@ struct ForwardBlock {
   // kChunks chunks of a tile from `column` on, kBytes each.
   template <int kChunks, int kBytes>
   CUTLASS_DEVICE void copy(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full,
-                           ForwardTile const& tile, int column, int row, cute::TMA::CacheHintSm90 hint) const {
+                           Source const& at, int column, int row, cute::TMA::CacheHintSm90 hint) const {
     full.arrive_and_expect_tx(kChunks * kBytes);
+    const int member = from.step_h ? at.member : 0, group = from.step_g ? at.group : 0;
+    const int batch = from.step_b ? at.batch : 0;
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < kChunks; ++c) {
       cute::SM90_TMA_LOAD_5D::copy(&from.map, reinterpret_cast<uint64_t*>(&full), uint64_t(hint), to + c * kBytes,
-                                   column + c * kChunk, row, int(tile.at.member) * from.step_h,
-                                   int(tile.at.group) * from.step_g, int(tile.at.batch) * from.step_b);
+                                   column + c * kChunk, row, member, group, batch);
     }
   }
 
-  CUTLASS_DEVICE void copy_keys(ForwardTile const& tile, int block) {
+  CUTLASS_DEVICE void copy_keys(Source const& from, int block) {
     smem.barriers.key_empty[keys.stage].wait(keys.phase ^ 1);
     copy<Traits::kChunks, Traits::kKeyChunkBytes>(args.key, smem.key[keys.stage], smem.barriers.key_full[keys.stage],
-                                                  tile, 0, tile.n.key_row + block * kTileN,
+                                                  from, 0, from.key_row + block * kTileN,
                                                   cute::TMA::CacheHintSm90::EVICT_LAST);
     keys.next();
   }
-  CUTLASS_DEVICE void copy_bias(ForwardTile const& tile, int block) {
+  CUTLASS_DEVICE void copy_bias(Source const& from, int block) {
     if constexpr (Traits::kBias) {
       smem.barriers.bias_empty[biases.stage].wait(biases.phase ^ 1);
       copy<Traits::kBiasChunks, Traits::kQueryChunkBytes>(
-          args.bias, smem.bias[biases.stage], smem.barriers.bias_full[biases.stage], tile,
-          tile.n.key_row + block * kTileN, tile.n.query_row + tile.row0, cute::TMA::CacheHintSm90::EVICT_NORMAL);
+          args.bias, smem.bias[biases.stage], smem.barriers.bias_full[biases.stage], from,
+          from.key_row + block * kTileN, from.query_row, cute::TMA::CacheHintSm90::EVICT_NORMAL);
       biases.next();
     }
   }
-  CUTLASS_DEVICE void copy_values(ForwardTile const& tile, int block) {
+  CUTLASS_DEVICE void copy_values(Source const& from, int block) {
     smem.barriers.value_empty[values.stage].wait(values.phase ^ 1);
-    copy<Traits::kChunks, Traits::kKeyChunkBytes>(
-        args.value, smem.value[values.stage], smem.barriers.value_full[values.stage], tile, 0,
-        tile.n.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
+    copy<Traits::kChunks, Traits::kKeyChunkBytes>(args.value, smem.value[values.stage],
+                                                  smem.barriers.value_full[values.stage], from, 0,
+                                                  from.key_row + block * kTileN, cute::TMA::CacheHintSm90::EVICT_LAST);
     values.next();
   }
 

@@ -43,7 +43,7 @@ struct ForwardTraits {
   static constexpr int kQueryChunkBytes = kTileM * kRowBytes, kKeyChunkBytes = kTileN * kRowBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes, kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kBiasChunks = kBias ? kTileN / kChunk : 0, kBiasBytes = kBiasChunks * kQueryChunkBytes;
-  static_assert(kTileN % kChunk == 0, "whole chunks of the bias");
+  static_assert(!kBias || kTileN % kChunk == 0, "whole chunks of the bias");
   static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
   static_assert(kWidth % kStep == 0 && kTileN % kStep == 0, "whole steps");
 

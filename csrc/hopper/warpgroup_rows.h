@@ -42,13 +42,25 @@ struct WarpgroupRows {
       for (int e = 0; e < Traits::kScores; ++e) s[e] *= premultiply;
     }
     if (!masked) return;
+    if (see->left < 0) {
+      hide<false>(s, block * kTileN);
+    } else {
+      hide<true>(s, block * kTileN);
+    }
+  }
+
+  // Columns outside [first, limit) of each row become -inf. kLeft: first is not 0.
+  template <bool kLeft>
+  CUTLASS_DEVICE void hide(Scores& s, int key0) const {
+    const int lane_column = CoordS::column(lane, 0);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int low = see->first(row + 8 * i) - block * kTileN, high = see->limit(row + 8 * i) - block * kTileN;
+      const int high = see->limit(row + 8 * i) - key0 - lane_column;
+      const int low = kLeft ? see->first(row + 8 * i) - key0 - lane_column : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {
-        const int column = CoordS::column(lane, j);
-        if (column < low || column >= high) s[CoordS::index(i, j)] = negative_infinity();
+        const int column = CoordS::column(0, j);
+        if (column >= high || (kLeft && column < low)) s[CoordS::index(i, j)] = negative_infinity();
       }
     }
   }
