@@ -185,6 +185,8 @@ def make_bias(spec: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill)
         bias = fill(*size[:-2], size[-1], size[-2]).transpose(-1, -2)
     elif "padded" in rest:
         bias = fill(*size[:-1], size[-1] + 3)[..., : size[-1]]
+    elif "rows8" in rest:  # rows start at multiples of 16 bytes
+        bias = fill(*size[:-1], (size[-1] + 15) // 8 * 8)[..., : size[-1]]
     elif "offset" in rest:
         bias = _offset(tuple(size), fill)
     elif "expanded" in rest:

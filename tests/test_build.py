@@ -148,6 +148,7 @@ def test_all_families_go_to_every_arch_that_has_their_instructions(rows_file: Pa
         "chained_sm75_f16_k64": "90 ptx90",
         "chained_sm70_f16_k64": "90 ptx90",
         "register_sm80_f16_k64": "90 ptx90",
+        "hopper_sm90_f16_k64": "90a",
         "chained_bwd_sm80_f16_k64": "90 ptx90",
     }
     assert planned(rows_file, "75", "all") == {

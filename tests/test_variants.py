@@ -67,6 +67,7 @@ def fits_here(row: dict[str, Any]) -> str:
     }
     request |= {"K": row["alignment"], "Kv": row["alignment"], "alignment": 16}
     request |= {"has_bias": row["bias"], "variant": row["name"]}
+    request["bias_alignment"] = row["bias_alignment"]
     return "" if _C.select(request) else _C.explain(request)
 
 
@@ -121,6 +122,11 @@ def strides_of(row: dict[str, Any]) -> list[str]:
     return layouts + (["offset1", "mixed", "last_dim"] if step == 1 else [])
 
 
+def bias_kinds(row: dict[str, Any]) -> list[str]:
+    """What a bias that the row takes may be."""
+    return [":rows8"] if row["bias_alignment"] else ["", ":f32", ":bool"]
+
+
 def shapes(row: dict[str, Any]) -> list[Case]:
     """Tile edges at the largest head dim, head dims at a tile edge, diagonals, biases and
     strides."""
@@ -128,7 +134,7 @@ def shapes(row: dict[str, Any]) -> list[Case]:
     m_edge, n_edge = row["tile_m"] + 1, row["tile_n"] + 1
     masks = itertools.cycle(cases.MASKS)
     broadcasts = ("bhmn", "1hmn", "11mn", "b11n", "bh1n")
-    specs = ["".join(p) for p in itertools.product(broadcasts, ("", ":f32", ":bool"))]
+    specs = ["".join(p) for p in itertools.product(broadcasts, bias_kinds(row))]
     biases = itertools.cycle(specs if row["bias"] else [""])
 
     def case(**fields: Any) -> Case:
@@ -164,9 +170,11 @@ def shapes(row: dict[str, Any]) -> list[Case]:
     found += [case(M=70, N=150, K=k, Kv=kv, scale=s) for s in (0.0, -0.3, 2.0)]
     found += [case(B=3, M=150, N=500, H=5, K=k, Kv=kv, mask=m) for m in cases.MASKS]
     if row["bias"]:
-        layouts = [":padded", ":transposed", ":offset", ":expanded"]
-        kinds = ["", ":f32", ":bool"]
-        broadcasts = ["".join(p) for p in itertools.product("b1", "h1", "m1", "n1")]
+        aligned = bool(row["bias_alignment"])  # then the keys' stride is 1
+        layouts = [] if aligned else [":padded", ":transposed", ":offset", ":expanded"]
+        kinds = bias_kinds(row)
+        keys = "n" if aligned else "n1"
+        broadcasts = ["".join(p) for p in itertools.product("b1", "h1", "m1", keys)]
         found += [
             case(M=m_edge, N=n_edge, K=k, Kv=kv, bias=b + d)
             for b, d in itertools.product(broadcasts, kinds)
@@ -285,7 +293,7 @@ def test_variant_repeats_are_bit_equal(row: dict[str, Any]) -> None:
     if reason := fits_here(row):
         pytest.skip(reason)
     k, kv = small_dims(row)
-    extra: dict[str, Any] = {"bias": "bhmn"} if row["bias"] else {}
+    extra: dict[str, Any] = {"bias": "bhmn" + bias_kinds(row)[0]} if row["bias"] else {}
     extra |= {"p": 0.2} if row["dropout"] else {}
     force = backward_cases.forced_backward if row["kind"] == "bwd" else cases.forced
     wants = ("qkvb" if row["bias"] else "qkv") if row["kind"] == "bwd" else ""
@@ -343,7 +351,7 @@ def test_variant_drops_the_same(row: dict[str, Any]) -> None:
 def test_variants_agree(dtype: str, extra: str) -> None:
     """All variants of a dtype on one input: each within the rule, so no two are further apart than
     twice it."""
-    fields: dict[str, Any] = {"": {}, "bias": {"bias": "bhmn"}, "dropout": {"p": 0.3}}[extra]
+    fields: dict[str, Any] = {"": {}, "bias": {"bias": "bhmn:rows8"}, "dropout": {"p": 0.3}}[extra]
     case = BackwardCase(dtype, M=150, N=333, H=3, K=32, Kv=32, mask="bottom_right", **fields)
     checker = Checker()
     for row in rows():
