@@ -129,7 +129,10 @@ struct ForwardBlock {
     ForwardTile tile{};
     for (; tile.rows <= 0; ++turn) {
       const uint32_t number = tile_number(args, turn);
-      if (number >= args.map.blocks) break;
+      if (number >= args.map.blocks) {
+        if (args.order == Order::kPairs && turn % 2 == 1) continue;  // the last head has no partner
+        break;
+      }
       tile = find_tile<kTileM, kTileN>(args, number);
     }
     if (tile.rows < 0) tile.rows = 0;

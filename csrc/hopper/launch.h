@@ -26,18 +26,18 @@ Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multipro
   args->premultiply = folded ? 1.f : p.scale;
   args->exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
   const bool packed = is_packed(p.sequences);
-  const int64_t keys = packed ? p.keys / p.sequences.count + 1 : p.keys;
   const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
   const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
-  // Tiles of one length, or pairs of them, are dealt out in turns. Others run one a block, the longest first: the GPU
-  // gives the next block to the SM that is free.
   const int64_t pairs = ceil_div(p.batch * p.heads, 2) * tiles;
-  args->pairs = causal && !packed && tiles > 1 && fills(pairs, multiprocessors);
-  const bool longest_first = packed || (causal && !args->pairs);
+  args->order = packed                                                   ? Order::kSnake
+                : !causal                                                ? Order::kRounds
+                : p.batch * p.heads > 1 && fills(pairs, multiprocessors) ? Order::kPairs
+                                                                         : Order::kSnake;
+  // In a snake all heads are one section.
+  const int64_t bytes_per_head = 1;
   args->map =
-      make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1,
-                    keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element)), longest_first);
-  args->blocks = longest_first ? args->map.blocks : std::min(args->map.blocks, uint32_t(multiprocessors));
+      make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1, bytes_per_head, args->order == Order::kSnake);
+  args->blocks = std::min(args->map.blocks, uint32_t(multiprocessors));
   const DType dtype = chained::dtype_of<typename Traits::Element>();
   if (Status s = make_operand(&args->query, p.query, dtype, p, p.head_dim, p.queries, Traits::kTileM, where); !s.ok())
     return s;

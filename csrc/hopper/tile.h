@@ -9,6 +9,13 @@
 namespace memeff {
 namespace hopper {
 
+// How the blocks of a grid of G take the tiles, whose numbers are sorted by the loop's length where it varies:
+//   kRounds  block i: i, G + i, 2 G + i, ...                              tiles of one length
+//   kSnake   block i: i, 2 G - 1 - i, 2 G + i, ...                        the longest first, to and fro
+//   kPairs   causal: two heads A and B from opposite ends, so that all pairs are about as long:
+//            tiles 0 1 2     pairs (A 2, B 0) (A 1, B 1) (A 0, B 2)       block i: the pairs i, G + i, ...
+enum class Order : int32_t { kRounds, kSnake, kPairs };
+
 struct ForwardArgs {
   Operand query, key, value, bias;
   ForwardParams p;
@@ -16,7 +23,7 @@ struct ForwardArgs {
   float premultiply;  // as in chained/forward_tile.h
   float exponent;
   uint32_t blocks;  // of the grid
-  bool pairs;       // causal: a block takes a long tile of a head and then a short one
+  Order order;      // how they take the tiles
 };
 
 // A tile of queries of one head. In shared memory: seldom read, no registers. Key blocks run from the last that some
@@ -29,14 +36,13 @@ struct ForwardTile {
   int first_block, after_block;  // key blocks [first_block, after_block)
 };
 
-// The number of a block's turn-th tile; not below map.blocks: it has no more. In pairs a block takes the tiles of two
-// heads A and B from opposite ends, so that all pairs are about as long:
-//   tiles 0 1 2     pairs (A 2, B 0) (A 1, B 1) (A 0, B 2)
+// The number of a block's turn-th tile; not below map.blocks: it has no more.
 CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn) {
-  if (!args.pairs) return turn * gridDim.x + blockIdx.x;
-  const uint32_t tiles = args.map.tiles, second = turn % 2;
-  const uint32_t pair = turn / 2 * gridDim.x + blockIdx.x, j = pair % tiles;
-  return (pair / tiles * 2 + second) * tiles + (second ? j : tiles - 1 - j);
+  const uint32_t blocks = gridDim.x, block = blockIdx.x, odd = turn % 2;
+  if (args.order == Order::kRounds) return turn * blocks + block;
+  if (args.order == Order::kSnake) return turn * blocks + (odd ? blocks - 1 - block : block);
+  const uint32_t tiles = args.map.tiles, pair = turn / 2 * blocks + block, j = pair % tiles;
+  return (pair / tiles * 2 + odd) * tiles + (odd ? j : tiles - 1 - j);
 }
 
 // The tile of this number in the grid's order; all lanes of a warp together.
