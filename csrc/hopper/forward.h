@@ -289,7 +289,7 @@ struct ForwardBlock {
     share.rows = left > 0;
     share.begin = begin / kTileN;
     share.end = begin < end ? (end + kTileN - 1) / kTileN : share.begin;
-    share.whole_begin = (tile.see.first(row + 63) + kTileN - 1) / kTileN;
+    share.whole_begin = max((tile.see.first(row + 63) + kTileN - 1) / kTileN, share.begin);
     share.whole_end = tile.see.limit(row) / kTileN;
     return share;
   }
@@ -306,18 +306,20 @@ struct ForwardBlock {
     release_values();
   }
 
-  // S -> P of this block; alpha: the factor for what was accumulated before. last: no S of the tile follows.
-  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], Rows& rows, Share const& share, int block) {
+  // S -> P of this block; alpha: the factor for what was accumulated before.
+  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], Rows& rows, Share const& share, int block,
+                            bool masked) {
     fence(s);
     release_keys();
     if (block == share.begin) release_queries();
-    rows.finish(s, wait_bias(), block, !share.is_whole(block));
+    rows.finish(s, wait_bias(), block, masked);
     release_bias();
     rows.weigh(s, alpha);
     rows.drop(s, block);
   }
 
   // S(block) and O += P(block + 1) V(block + 1), then P(block).
+  template <bool kMasked>
   CUTLASS_DEVICE void step(Rows& rows, Outputs& o, Weights& weights, Share const& share, int block) {
     Scores s;
     float alpha[CoordS::kRows];
@@ -328,7 +330,7 @@ struct ForwardBlock {
     start_values_of(o, weights);
     pass_turn();
     cute::warpgroup_wait<1>();
-    weigh(s, alpha, rows, share, block);
+    weigh(s, alpha, rows, share, block, kMasked);
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
@@ -363,7 +365,7 @@ struct ForwardBlock {
   CUTLASS_DEVICE void finish_first(Scores& s, Rows& rows, Weights& weights, Share const& share) {
     float alpha[CoordS::kRows];
     cute::warpgroup_wait<0>();
-    weigh(s, alpha, rows, share, share.end - 1);
+    weigh(s, alpha, rows, share, share.end - 1, !share.is_whole(share.end - 1));
     pack_weights<Element>(weights, s);
   }
 
@@ -427,7 +429,11 @@ struct ForwardBlock {
       }
       int block = share.end - 2;
 #pragma unroll 1
-      for (; block >= share.begin; --block) step(rows, o, weights, share, block);
+      for (; block >= share.whole_end && block >= share.begin; --block) step<true>(rows, o, weights, share, block);
+#pragma unroll 1
+      for (; block >= share.whole_begin; --block) step<false>(rows, o, weights, share, block);
+#pragma unroll 1
+      for (; block >= share.begin; --block) step<true>(rows, o, weights, share, block);
       if (block >= tile.first_block) {  // windows: values come in order
         take_values(o, weights);
         finish_values(o);
