@@ -312,6 +312,7 @@ Request packed(Request r) {
   r.queries *= r.heads_per_key;
   r.heads /= r.heads_per_key;
   r.heads_per_key = 1;
+  r.partial = true;  // what the merge may have to put back; the same rows know a row's query
   return r;
 }
 

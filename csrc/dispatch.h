@@ -34,7 +34,8 @@ struct KernelRow {
   double max_blocks_per_sm;  // 0: any; automatic choice only
   int32_t min_m;             // automatic choice only
   double min_blocks_per_sm;  // automatic choice only
-  bool partial;              // writes results in fp32 too: of a part of the keys, or for an out of another dtype
+  bool partial;              // writes results in fp32 too: of a part of the keys, or for an out of another dtype, and
+                             // takes packed heads
   bool pages;                // reads keys through a block table
   int32_t bias_alignment;    // elements, of a bias of the query's dtype; 0: takes any bias
   int32_t min_sm, max_sm;    // automatic choice only
