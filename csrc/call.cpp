@@ -114,7 +114,7 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
     if (Status s = reduce::launch_pack(params, kernel, dtype, stream); !s.ok()) return s;
   if (Status s = row->forward(kernel, stream); !s.ok() || direct) return s;
   params.partial = unpacked(kernel);
-  return reduce::launch_merge(params, out_dtype, stream);
+  return reduce::launch_merge(params, dtype, out_dtype, stream);
 }
 
 Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream) {

@@ -62,9 +62,9 @@ constexpr int64_t kMaxKeyParts = 64;  // what reduce::launch_merge takes
 constexpr int64_t kMinKeyBlocks = 4;
 
 // Heads that share a key head are packed (forward_plan.h) for up to so many queries; with more than one, only where the
-// keys outweigh the two small kernels that this may take.
+// keys, of all key heads and batch entries, outweigh the two small kernels that this may take.
 constexpr int64_t kMaxPackedQueries = 16;
-constexpr int64_t kMinPackedKeys = 512;
+constexpr int64_t kMinPackedKeys = 16384;
 
 struct BuildInfo {
   const char* source_hash;
