@@ -92,7 +92,7 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   ForwardParams kernel = params;  // as the row's kernel sees it
   const HeadPacking packing = pack_heads(&kernel, &request);
   const DType dtype = DType(args.query.dtype), out_dtype = DType(args.out.dtype);
-  request.partial = packing.through_workspace || out_dtype != dtype;
+  request.partial |= out_dtype != dtype;
   DeviceFacts facts;
   const KernelRow* row = nullptr;
   if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
@@ -114,7 +114,7 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
     if (Status s = reduce::launch_pack(params, kernel, dtype, stream); !s.ok()) return s;
   if (Status s = row->forward(kernel, stream); !s.ok() || direct) return s;
   params.partial = unpacked(kernel);
-  return reduce::launch_merge(params, out_dtype, stream);
+  return reduce::launch_merge(params, dtype, out_dtype, stream);
 }
 
 Status run_backward(const BackwardCall& args, const Allocate& allocate, CUstream_st* stream) {

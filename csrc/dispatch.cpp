@@ -197,6 +197,16 @@ const KernelRow* first_fitting(const Request& request) {
   return nullptr;
 }
 
+// Does a row that the request's `variant` leaves write parts?
+bool may_write_parts(const Request& request) {
+  const std::string family = family_of(request);
+  for (int i = 0; i < kKernelCount; ++i) {
+    const KernelRow& row = kKernelTable[i];
+    if (row.partial && (family.empty() ? request.variant == row.name : family == row.family)) return true;
+  }
+  return false;
+}
+
 std::string join(const std::vector<std::string>& parts, const char* separator) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : separator) + part;
@@ -301,10 +311,9 @@ Request with_chip_facts(Request request) {
 }
 
 bool packs(const Request& r) {
-  const bool worth_it = r.queries == 1 || r.keys >= kMinPackedKeys;
-  const KernelRow* forced = find(r.variant);
-  if (forced != nullptr && !forced->partial) return false;  // packed rows may need their results copied
-  return r.pass == Pass::kForward && r.heads_per_key > 1 && r.queries <= kMaxPackedQueries && worth_it;
+  if (r.pass != Pass::kForward || r.heads_per_key == 1 || r.queries > kMaxPackedQueries) return false;
+  if (!r.variant.empty() && !may_write_parts(r)) return false;  // packed rows may need their results copied
+  return r.queries == 1 || r.batch * (r.heads / r.heads_per_key) * r.keys >= kMinPackedKeys;
 }
 
 Request packed(Request r) {
@@ -312,6 +321,7 @@ Request packed(Request r) {
   r.queries *= r.heads_per_key;
   r.heads /= r.heads_per_key;
   r.heads_per_key = 1;
+  r.partial = true;  // what the merge may have to put back; the same rows know a row's query
   return r;
 }
 

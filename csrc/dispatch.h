@@ -34,7 +34,8 @@ struct KernelRow {
   double max_blocks_per_sm;  // 0: any; automatic choice only
   int32_t min_m;             // automatic choice only
   double min_blocks_per_sm;  // automatic choice only
-  bool partial;              // writes results in fp32 too: of a part of the keys, or for an out of another dtype
+  bool partial;              // writes results in fp32 too: of a part of the keys, or for an out of another dtype, and
+                             // takes packed heads
   bool pages;                // reads keys through a block table
   int32_t bias_alignment;    // elements, of a bias of the query's dtype; 0: takes any bias
   int32_t min_sm, max_sm;    // automatic choice only
@@ -61,9 +62,9 @@ constexpr int64_t kMaxKeyParts = 64;  // what reduce::launch_merge takes
 constexpr int64_t kMinKeyBlocks = 4;
 
 // Heads that share a key head are packed (forward_plan.h) for up to so many queries; with more than one, only where the
-// keys outweigh the two small kernels that this may take.
+// keys, of all key heads and batch entries, outweigh the two small kernels that this may take.
 constexpr int64_t kMaxPackedQueries = 16;
-constexpr int64_t kMinPackedKeys = 512;
+constexpr int64_t kMinPackedKeys = 16384;
 
 struct BuildInfo {
   const char* source_hash;

@@ -45,7 +45,8 @@ def kernels_py() -> ModuleType:
 
 def request(**fields: Any) -> dict[str, Any]:
     base = {"sm": 80, "dtype": "f16", "B": 2, "M": 1024, "N": 1024, "H": 8, "K": 64, "Kv": 64}
-    return {**base, "alignment": 8, "has_bias": False, "any_build": True, **fields}
+    base |= {"alignment": 8, "has_bias": False, "bias_alignment": 16, "any_build": True}
+    return {**base, **fields}
 
 
 def request_for(row: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def result_bytes(case: Case, inputs: cases.Inputs) -> int:
 
 
 def parts_bytes(case: Case, inputs: cases.Inputs) -> int:
-    """Of the results of the parts of the keys, in fp32: out and two numbers a row."""
+    """Of the results of the parts of the keys, in fp32: out and three numbers a row."""
     from memeff_attn import _C, dispatch
 
     query, key, value, bias, _, scale = inputs.tuple()
@@ -51,7 +51,7 @@ def parts_bytes(case: Case, inputs: cases.Inputs) -> int:
     described = dispatch.Inputs(query, key, value, bias, 0.0, scale)
     _, parts = _C.forward_plan(dispatch.request_of(described, gpu))
     rows = query.shape[:-1].numel()
-    return 4 * rows * parts * (case.value_dim + 2) if parts > 1 else 0
+    return 4 * rows * parts * (case.value_dim + 3) if parts > 1 else 0
 
 
 @pytest.mark.gpu
@@ -59,6 +59,8 @@ def parts_bytes(case: Case, inputs: cases.Inputs) -> int:
     "case",
     [
         Case("f16", B=1, M=64, N=1 << 16, H=4, K=128),
+        Case("f32", B=1, M=16, N=1 << 16, H=4, K=128),
+        Case("f16", B=1, M=4, N=1 << 16, H=32, Hkv=4, K=128),
         Case("f16", B=1, M=8192, N=8192, H=4, K=64),
         Case("bf16", B=1, M=8192, N=8192, H=4, K=128, mask="top_left"),
         Case("f32", B=1, M=8192, N=8192, H=4, K=64, mask="bottom_right"),

@@ -3,13 +3,14 @@
 //
 // Tiles of packed sequences are found without any table, so that lengths may change on the device. The rows before the
 // first sequence are sequence -1, those behind the last one sequence `count`; both have no keys. T: rows a tile.
-//   up to 30 sequences   one after the other, those with the longest loop first (or last); a warp sorts them
-//   more                 sequence s owns the tile numbers from start(s) / T + s + 1 up to the next one's, at least as
-//   many
-//                        as it has tiles; a warp finds s by testing 32 candidates at a time
+// Sequence s owns as many tile numbers as there are from start(s) / T + s + 1 up to the next one's, at least as many as
+// it has tiles:
 //
 //   start    0          37               100 (count = 2; T = 64, 200 rows)
 //   tiles    [1]        [2 . 3]          [4 . 5 ...]        "." has no rows, its block ends at once
+//
+// 32 neighbours share what they own: a warp finds a number's neighbours by testing 32 candidates at a time, and sorts
+// them by the length of their loops, the longest first (or last).
 #pragma once
 
 #include <cstdint>
@@ -98,22 +99,23 @@ CUTLASS_DEVICE Problem any_problem(ForwardParams const& p, Starts const& starts,
   return x;
 }
 
-constexpr int kSorted = 30;  // and the two without keys: a lane each
+constexpr int kSorted = 32;  // neighbours: a lane each
 
 CUTLASS_DEVICE int from_lane(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
-// The sequence that holds tile `number` in the order of the loops' lengths, all zero where none does. `number` becomes
-// the tile's number within it. Each lane knows one sequence.
+// Of sequence `first` and its neighbours, that which holds tile `number` (of theirs) in the order of the loops'
+// lengths, all zero where none does. `number` becomes the tile's number within it. Each lane knows one sequence.
 template <bool kKeys>
-CUTLASS_DEVICE Problem find_sorted(ForwardParams const& p, Starts const& starts, int tile, bool longest_first,
-                                   int& number) {
-  const int lane = threadIdx.x & 31;
+CUTLASS_DEVICE Problem find_sorted(ForwardParams const& p, Starts const& starts, int first, int tile,
+                                   bool longest_first, int& number) {
+  const int lane = threadIdx.x & 31, left = starts.count + 1 - first;
+  const int neighbours = left < kSorted ? left : kSorted;
   Problem x{};
-  if (lane <= starts.count + 1) x = any_problem<kKeys>(p, starts, lane - 1);
+  if (lane < neighbours) x = any_problem<kKeys>(p, starts, first + lane);
   const int tiles = ((kKeys ? x.key_rows : x.queries) + tile - 1) / tile;
   const int length = longest_first ? -(kKeys ? x.queries : x.keys) : kKeys ? x.queries : x.keys;
   int before = 0;
-  for (int other = 0; other < starts.count + 2; ++other) {
+  for (int other = 0; other < neighbours; ++other) {
     const int their_length = from_lane(length, other), theirs = from_lane(tiles, other);
     if (their_length < length || (their_length == length && other < lane)) before += theirs;
   }
@@ -135,7 +137,7 @@ struct Located {
   int tile;  // within the sequence
 };
 
-// A tile of queries (kKeys: of keys) by its number within a batch entry. longest_first: of few packed sequences.
+// A tile of queries (kKeys: of keys) by its number within a batch entry. longest_first: of neighbouring sequences.
 template <bool kKeys>
 CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, int rows_per_tile, uint32_t number,
                                       bool longest_first) {
@@ -148,13 +150,13 @@ CUTLASS_DEVICE Located locate_problem(ForwardParams const& p, uint32_t batch, in
     return found;
   }
   const sequences::Starts starts = kKeys ? sequences::key_starts(p) : sequences::query_starts(p);
-  if (starts.count <= sequences::kSorted) {
-    x = sequences::find_sorted<kKeys>(p, starts, rows_per_tile, longest_first, found.tile);
-    return found;
+  int first = -1;
+  if (starts.count + 2 > sequences::kSorted) {
+    const int s = sequences::find(starts, rows_per_tile, int(number));
+    first = (s + 1) / sequences::kSorted * sequences::kSorted - 1;
+    found.tile -= sequences::number_of(starts, rows_per_tile, first);
   }
-  const int s = sequences::find(starts, rows_per_tile, int(number));
-  found.tile -= sequences::number_of(starts, rows_per_tile, s);
-  x = sequences::any_problem<kKeys>(p, starts, s);
+  x = sequences::find_sorted<kKeys>(p, starts, first, rows_per_tile, longest_first, found.tile);
   return found;
 }
 

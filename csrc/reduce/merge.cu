@@ -44,29 +44,31 @@ struct Weights {
   Real at[2];
   Real total;
   float reference;  // the largest; total is relative to it
+  float sum, low;   // of the lane's first part
 
   // row: of its sum in each part of `rows`
   __device__ Weights(Partial const& p, int64_t rows, int64_t row, int lane) : reference(-INFINITY) {
-    float sum[2], high[2], low[2];
+    float sums[2], high[2], lows[2];
     for (int k = 0; k < 2; ++k) {
       const int s = lane + 32 * k;
       const bool valid = s < p.splits;
       const int64_t from = s * rows + row;
-      sum[k] = valid ? p.sum[from] : 0.f;
+      sums[k] = valid ? p.sum[from] : 0.f;
       high[k] = valid ? p.reference[from] : 0.f;
-      low[k] = valid ? p.reference_low[from] : 0.f;
-      if (sum[k] != 0.f) reference = fmaxf(reference, high[k]);
+      lows[k] = valid ? p.reference_low[from] : 0.f;
+      if (sums[k] != 0.f) reference = fmaxf(reference, high[k]);
     }
     reference = warp_max(reference);
     for (int k = 0; k < 2; ++k) {
       // A part without keys counts nothing; NaN stays, beside such parts too.
-      at[k] = sum[k] == 0.f ? Real(0) : Real(sum[k]) * exp(Real(high[k]) - Real(reference) + Real(low[k]));
+      at[k] = sums[k] == 0.f ? Real(0) : Real(sums[k]) * exp(Real(high[k]) - Real(reference) + Real(lows[k]));
     }
     total = warp_sum(at[0] + at[1]);
+    sum = sums[0], low = lows[0];
   }
 };
 
-// Real: of the weights; fp32 outputs see what their rounding to fp32 leaves.
+// Real: of the weights; fp32 inputs see what their rounding to fp32 leaves.
 template <typename T, typename Real>
 __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
   const ForwardParams& p = args.p;
@@ -101,8 +103,11 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
     }
     if (column == 0 && p.lse.data != nullptr) {
       const int64_t to = batch * p.lse.stride_b + group * p.lse.stride_g + member * p.lse.stride_h + m;
-      const float2 both =
-          found.total == Real(0) ? make_float2(-INFINITY, 0.f) : log_sum_exp(found.reference, found.total);
+      float2 both = make_float2(-INFINITY, 0.f);
+      if (found.total != Real(0)) {
+        both = splits > 1 ? log_sum_exp(found.reference, found.total) : log_sum_exp(found.reference, found.sum);
+        if (splits == 1) both.y += found.low;  // the bits that the forward kernel writes
+      }
       p.lse.data[to] = both.x;
       if (p.lse.low != nullptr) p.lse.low[to] = both.y;
     }
@@ -110,32 +115,36 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
   }
 }
 
-template <typename T>
+template <typename T, typename Real>
 Status launch(const ForwardParams& p, CUstream_st* stream) {
   const OutputView& out = p.partial.out;  // contiguous rows
   const int32_t width = p.value_dim;
   const OutputView row{nullptr, out.stride_b / width, out.stride_g / width, out.stride_h / width, out.stride_m / width};
   const MergeKernelArgs args{p, p.batch * p.heads * p.queries, row, p.partial.stride_split / width, (width + 31) / 32};
   const unsigned blocks = blocks_for(args.rows * args.chunks, kThreads / 32);
-  using Real = std::conditional_t<std::is_same<T, float>::value, double, float>;
   merge_kernel<T, Real><<<blocks, kThreads, 0, stream>>>(args);
   return launched("reduce::merge", blocks);
 }
 
-}  // namespace
-
-Status launch_merge(const ForwardParams& args, DType dtype, CUstream_st* stream) {
-  if (args.partial.splits > kMaxSplits) return {Code::kInvalid, "reduce::merge takes up to 64 parts"};
-  switch (dtype) {
+template <typename Real>
+Status launch_of(const ForwardParams& p, DType out_dtype, CUstream_st* stream) {
+  switch (out_dtype) {
     case DType::kF16:
-      return launch<__half>(args, stream);
+      return launch<__half, Real>(p, stream);
     case DType::kBF16:
-      return launch<__nv_bfloat16>(args, stream);
+      return launch<__nv_bfloat16, Real>(p, stream);
     case DType::kF32:
-      return launch<float>(args, stream);
+      return launch<float, Real>(p, stream);
     default:
       return {Code::kInvalid, "reduce::merge takes float16, bfloat16 and float32"};
   }
+}
+
+}  // namespace
+
+Status launch_merge(const ForwardParams& args, DType dtype, DType out_dtype, CUstream_st* stream) {
+  if (args.partial.splits > kMaxSplits) return {Code::kInvalid, "reduce::merge takes up to 64 parts"};
+  return dtype == DType::kF32 ? launch_of<double>(args, out_dtype, stream) : launch_of<float>(args, out_dtype, stream);
 }
 
 }  // namespace reduce

@@ -43,10 +43,10 @@ Status launch_sum_splits(const SumArgs& args, CUstream_st* stream);
 // zero beyond heads_per_group: the rows of packed heads (forward_plan.h).
 Status launch_pack(const ForwardParams& args, const ForwardParams& packed, DType dtype, CUstream_st* stream);
 
-// out, of `dtype`, and lse of the forward whose partial results lie in args.partial. With r the largest reference of
-// the parts and w_s = sum_s exp(reference_s - r): lse = r + log(sum of w_s), out = sum of w_s out_s / sum of w_s; no
-// part sees a key: out 0, lse -inf.
-Status launch_merge(const ForwardParams& args, DType dtype, CUstream_st* stream);
+// out, of `out_dtype`, and lse of the forward of `dtype` inputs whose partial results lie in args.partial. With r the
+// largest reference of the parts and w_s = sum_s exp(reference_s - r): lse = r + log(sum of w_s), out = sum of w_s
+// out_s / sum of w_s; no part sees a key: out 0, lse -inf.
+Status launch_merge(const ForwardParams& args, DType dtype, DType out_dtype, CUstream_st* stream);
 
 }  // namespace reduce
 }  // namespace memeff
