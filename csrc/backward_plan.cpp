@@ -78,6 +78,10 @@ int64_t grad_query_numel(const BackwardParams& p) {
   return p.forward.batch * p.forward.heads * p.forward.queries * p.forward.head_dim;
 }
 
+int64_t query_sums_numel(const BackwardParams& p) {
+  return p.forward.batch * p.forward.heads * p.forward.queries * query_sum_columns(p.forward.head_dim);
+}
+
 int64_t grad_key_numel(const BackwardParams& p) {
   return p.forward.batch * (p.forward.heads / p.heads_per_kv) * p.forward.keys * p.forward.head_dim;
 }
@@ -100,7 +104,7 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
   if (!query && !key && !value && !bias) return plan;
   Splits& s = plan.splits;  // with sequences no loop is split: their lengths are on the device
   const bool fixed = !is_packed(p.forward.sequences);
-  if (query && fixed) s.query = query_splits(row, p, sm_count);
+  if (query && fixed && !row.adds_query) s.query = query_splits(row, p, sm_count);
   if ((key || value) && fixed) s.key_value = key_value_splits(row, p, sm_count);
   if (bias && fixed) s.bias = bias_splits(row, p, sm_count);
 
@@ -111,6 +115,10 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
     return start;
   };
   plan.query = place(query, s.query, grad_query_numel(p));
+  if (query && row.adds_query) {
+    plan.query_sums = plan.total;
+    plan.total += query_sums_numel(p);
+  }
   plan.key = place(key, s.key_value, grad_key_numel(p));
   plan.value = place(value, s.key_value, grad_value_numel(p));
   plan.bias = place(bias, s.bias, grad_bias_numel(p));
@@ -119,6 +127,7 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
 
 void use_workspace(const BackwardPlan& plan, float* workspace, BackwardParams* p) {
   if (p->delta == nullptr) p->delta = workspace;
+  if (plan.query_sums >= 0) p->query_sums = workspace + plan.query_sums;
   split(&p->grad_query, plan.splits.query, workspace + plan.query, grad_query_numel(*p));
   split(&p->grad_key, plan.splits.key_value, workspace + plan.key, grad_key_numel(*p));
   split(&p->grad_value, plan.splits.key_value, workspace + plan.value, grad_value_numel(*p));

@@ -38,6 +38,8 @@ struct KernelRow {
   int32_t min_sm, max_sm;    // automatic choice only
   bool allow_spill;          // the build accepts register spills
   int32_t blocks_per_sm;     // that the registers allow
+  bool adds_query;           // adds dQ up by atomics: sums in no fixed order
+  int32_t min_length;        // automatic choice only where M or N is longer
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none
@@ -82,6 +84,7 @@ struct Request {
   bool dropout = false;
   bool paged = false;      // keys are read through a block table
   bool bias_grad = false;  // backward: the bias' gradient is wanted
+  bool deterministic = false;  // backward: equal inputs must give equal bits
   bool any_build = false;  // answer for a build that has every row (a host-only build always does)
   std::string variant;     // a forced row; "family:" and a name: the choice among its rows; empty: among all
 };

@@ -242,7 +242,8 @@ def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> 
             f"{r.tile_m}, {r.tile_n}, {r.value_tile}, {r.threads}, {r.smem_bytes}",
             f"{r.max_m}, {float(r.max_blocks_per_sm)}, {float(r.min_blocks_per_sm)}",
             f"{_bool(r.splits)}, {_bool(r.pages)}, {r.min_sm}, {r.max_sm}",
-            f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.arch in ARCH_SPECIFIC)}",
+            f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.adds_query)}, {r.min_length}",
+            _bool(r.arch in ARCH_SPECIFIC),
             f"{{{sass}}}, {one.ptx.number if one.ptx else 0}",
             *pair,
         ]

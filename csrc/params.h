@@ -148,9 +148,15 @@ struct BackwardParams {
   ForwardParams forward;
   TensorView grad_out;           // [B, M, G, heads_per_group, Kv]
   const float* delta = nullptr;  // rowsum(grad_out * out), fp32, contiguous [B, H, M]
+  // Rows that add dQ up in memory (KernelRow::adds_query): [B, H, M, query_sum_columns(K)], zero before the launch, dQ
+  // without the scale behind it, each 16 columns in the order of reduce/query_gradient.cu; null: not wanted. Other
+  // rows: null.
+  float* query_sums = nullptr;
   GradView grad_query, grad_key, grad_value;
   GradBiasView grad_bias;
   int32_t heads_per_kv = 1;  // consecutive query heads whose gradients one key head sums: 1, or heads_per_group
 };
+
+constexpr int32_t query_sum_columns(int32_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 }  // namespace memeff

@@ -25,6 +25,7 @@ class Request(_Pass, total=False):
     dropout: bool
     paged: bool  # keys are read through a block table
     bias_grad: bool  # backward: the bias' gradient is wanted
+    deterministic: bool  # backward: only rows that sum in a fixed order
     # a forced row; "family:" and a name: the choice among its rows; "" or None: among all
     variant: str | None
     any_build: bool  # answer for a build that has every row, as a host-only build always does
@@ -111,6 +112,7 @@ def backward(
     grad_value: Tensor | None,
     grad_bias: Tensor | None,
     allocate: Callable[[int], Tensor],
+    deterministic: bool,  # only rows that sum in a fixed order
     scale: float,
     p: float,
     causal: int,
@@ -135,6 +137,7 @@ def backward_scalars(
     grad_value: Scalars | None,
     grad_bias: Scalars | None,
     allocate: Callable[[int], Scalars],  # the caller keeps the tensor until the call returns
+    deterministic: bool,
     scale: float,
     p: float,
     causal: int,
