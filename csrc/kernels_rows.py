@@ -485,7 +485,8 @@ SUM_GRADIENTS = [
     SumGradient("k64_small", (128, 64, 64), 1, 1, 32, 1, (82944, 82944), blocks=2, spills=True,
                 min_length=128),
     SumGradient("k128", (128, 64, 128), 2, 1, 64, 2, (165376, 165376), spills=True, min_length=64),
-    SumGradient("k256", (64, 64, 256), 2, 2, 32, 2, (222720, 222720), min_length=64),
+    SumGradient("k256", (64, 64, 256), 2, 2, 32, 2, (222720, 222720), spills=True,
+                min_length=64),
     SumGradient("k256_small", (64, 32, 256), 2, 2, 16, 2, (144384, 144384), min_length=64),
 ]  # fmt: skip
 

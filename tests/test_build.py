@@ -46,6 +46,7 @@ class Variant:
     smem_bytes: int = 1024; kind: str = "fwd"; dropout: bool = False
     max_m: int = 0; max_blocks_per_sm: float = 0; allow_spill: bool = False; blocks_per_sm: int = 1
     min_blocks_per_sm: float = 0; splits: bool = False; pages: bool = True
+    adds_query: bool = False; min_length: int = 0
 
 def row(name, arch, min_sm, max_sm, family="chained", **kw):
     return Variant(name=name, family=family, arch=arch, min_sm=min_sm, max_sm=max_sm,
