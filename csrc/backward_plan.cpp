@@ -79,7 +79,8 @@ int64_t grad_query_numel(const BackwardParams& p) {
 }
 
 int64_t query_sums_numel(const BackwardParams& p) {
-  return p.forward.batch * p.forward.heads * p.forward.queries * query_sum_columns(p.forward.head_dim);
+  const ForwardParams& f = p.forward;
+  return f.batch * f.heads * sum_blocks(f.queries, f.sequences) * 8 * ((f.head_dim + 15) / 16 * 16);
 }
 
 int64_t grad_key_numel(const BackwardParams& p) {
@@ -127,7 +128,10 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
 
 void use_workspace(const BackwardPlan& plan, float* workspace, BackwardParams* p) {
   if (p->delta == nullptr) p->delta = workspace;
-  if (plan.query_sums >= 0) p->query_sums = workspace + plan.query_sums;
+  if (plan.query_sums >= 0) {
+    const ForwardParams& f = p->forward;
+    p->query_sums = {workspace + plan.query_sums, sum_blocks(f.queries, f.sequences), (f.head_dim + 15) / 16 * 16};
+  }
   split(&p->grad_query, plan.splits.query, workspace + plan.query, grad_query_numel(*p));
   split(&p->grad_key, plan.splits.key_value, workspace + plan.key, grad_key_numel(*p));
   split(&p->grad_value, plan.splits.key_value, workspace + plan.value, grad_value_numel(*p));

@@ -82,11 +82,11 @@ struct Request {
   Pass pass = Pass::kForward;
   bool has_bias = false;
   bool dropout = false;
-  bool paged = false;      // keys are read through a block table
-  bool bias_grad = false;  // backward: the bias' gradient is wanted
+  bool paged = false;          // keys are read through a block table
+  bool bias_grad = false;      // backward: the bias' gradient is wanted
   bool deterministic = false;  // backward: equal inputs must give equal bits
-  bool any_build = false;  // answer for a build that has every row (a host-only build always does)
-  std::string variant;     // a forced row; "family:" and a name: the choice among its rows; empty: among all
+  bool any_build = false;      // answer for a build that has every row (a host-only build always does)
+  std::string variant;         // a forced row; "family:" and a name: the choice among its rows; empty: among all
 };
 
 const char* dtype_name(DType dtype);

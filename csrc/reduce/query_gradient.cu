@@ -1,16 +1,22 @@
-// The gradient of the query from the sums that the register family's backward kernels add up: scaled, rounded once.
-//
-// Sums lie [B, H, M, columns], each 16 columns in the order in which a lane of an m16n8 accumulator holds them: a lane
-// t of four adds columns 2t, 2t + 1, 8 + 2t and 9 + 2t of a row at once.
-//
-//   place    0 1 2 3   4 5 6 7   8  9 10 11   12 13 14 15
-//   column   0 1 8 9   2 3 10 11 4  5 12 13    6  7 14 15
+// The gradient of the query from the sums that the register family's backward kernels add up (params.h: QuerySums):
+// scaled, rounded once. Rows that belong to no sequence are 0.
 #include "reduce/element.h"
 #include "reduce/reduce.h"
 
 namespace memeff {
 namespace reduce {
 namespace {
+
+// The sequence of a row of packed sequences, -1 where it has none: the last one that starts at or before it.
+__device__ int sequence_of(const Sequences& s, int row) {
+  if (row < s.query_starts[0] || row >= s.query_starts[s.count]) return -1;
+  int low = 0, high = s.count;  // starts[low] <= row < starts[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (s.query_starts[middle] <= row ? low : high) = middle;
+  }
+  return low;
+}
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) query_gradient_kernel(QueryGradientArgs a, int64_t pieces) {
@@ -19,13 +25,23 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(QueryGradientA
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < pieces; i += int64_t(gridDim.x) * kThreads) {
     const int64_t row = i / per_row, batch_head = row / a.queries, batch = batch_head / a.heads;
     const int piece = int(i - row * per_row), head = int(batch_head - batch * a.heads);
-    const int64_t query = row - batch_head * a.queries;
+    const int query = int(row - batch_head * a.queries);
+    int within = query;  // the row's number among those of its blocks
+    bool any = true;
+    if (is_packed(a.sequences)) {
+      const int sequence = sequence_of(a.sequences, query),
+                start = sequence < 0 ? 0 : a.sequences.query_starts[sequence];
+      any = sequence >= 0;
+      within = any ? int(first_sum_block(start, sequence)) * 8 + query - start : 0;
+    }
     const int group = head / a.heads_per_group, member = head - group * a.heads_per_group;
-    const Vector<float, 4>* sums = reinterpret_cast<const Vector<float, 4>*>(a.sums + i * 16);
+    const int64_t block = batch_head * a.sums.blocks + within / 8;
+    const auto* sums = reinterpret_cast<const Vector<float, 4>*>(a.sums.data + block * 8 * a.sums.columns +
+                                                                 piece * 128 + within % 8 * 16);
     Half low, high;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const Vector<float, 4> x = sums[t];
+      const Vector<float, 4> x = any ? sums[t] : Vector<float, 4>{};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         low.at[2 * t + e] = from_float<T>(x.at[e] * a.scale);
@@ -33,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(QueryGradientA
       }
     }
     T* out = static_cast<T*>(a.out.data) + batch * a.out.stride_b + group * a.out.stride_g + member * a.out.stride_h +
-             query * a.out.stride_m + piece * 16;
+             int64_t(query) * a.out.stride_m + piece * 16;
     *reinterpret_cast<Half*>(out) = low;
     if (piece * 16 + 8 < a.head_dim) *reinterpret_cast<Half*>(out + 8) = high;
   }

@@ -20,9 +20,9 @@ struct DeltaArgs {
   int32_t heads = 0;
   int32_t heads_per_group = 1;
   int32_t value_dim = 0;
-  bool tf32 = false;         // fp32 inputs only
-  float* zeros = nullptr;    // [B, H, M, zero_columns], contiguous, 16-byte aligned: 16 bits only: set to 0 beside
-  int32_t zero_columns = 0;  // a multiple of 4
+  bool tf32 = false;       // fp32 inputs only
+  float* zeros = nullptr;  // 16-byte aligned, set to 0 beside: 16 bits only
+  int64_t zero_numel = 0;  // a multiple of 4
 };
 
 // delta[b, h, m] = sum over columns of out * grad_out, in fp32. tf32: of grad_out as TF32 products take it, so that
@@ -42,9 +42,10 @@ struct SumArgs {
 Status launch_sum_splits(const SumArgs& args, CUstream_st* stream);
 
 struct QueryGradientArgs {
-  const float* sums = nullptr;  // BackwardParams::query_sums
-  OutputView out;               // [B, M, G, heads_per_group, K]; rows are 16-byte aligned
-  DType dtype = DType::kF16;    // of out, 16 bits
+  QuerySums sums;
+  Sequences sequences;
+  OutputView out;             // [B, M, G, heads_per_group, K]; rows are 16-byte aligned
+  DType dtype = DType::kF16;  // of out, 16 bits
   int64_t batch = 0;
   int32_t queries = 0;
   int32_t heads = 0;

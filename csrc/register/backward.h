@@ -51,14 +51,14 @@ struct BackwardBlock : BackwardWarp<Traits> {
   using Warp::warp_key;
   static constexpr int kRoles = Traits::kRoles, kThreads = Traits::kThreads;
   static constexpr bool kDelayed = Traits::kDsBuffers == 2;  // dQ of a step is computed in the next one
-  static constexpr int kChunks = Traits::kHandOvers;
   // Barriers of parts of the block; 0 is that of all.
-  enum Barrier { kWeightsReady = 1, kWeightsShared = 9, kDsShared = 11 };
+  enum Barrier { kWeightsReady = 1, kWeightsShared = 5, kDsShared = 7 };
 
   uint32_t kv_group, kv_member;  // of the head
   int stored;                    // rows that the gradients have, <= 0: nothing to do
   int split;                     // part of the loop
   int first_tile, end;           // tiles of queries that see something of the keys
+  int turn;                      // the tile that a head begins with
   int steps = 0;                 // this block's part of the loop
   Step before, now, next;
 
@@ -94,7 +94,11 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
     if (steps == 0) return;
     const int first_head = first > 0 ? first / per_head : 0;
-    before = now = {first_head, first_tile + first - first_head * per_head};
+    // Blocks that run at the same time start with different queries, so that their additions to dQ do not meet.
+    const int tiles = (n.keys + kTileM - 1) / kTileM;
+    turn = first_tile + int(int64_t(found.tile) * per_head / tiles);
+    before = now = {first_head, turn + first - first_head * per_head};
+    if (now.tile >= end) now.tile -= per_head, before = now;
     next = after(now);
   }
 
@@ -114,7 +118,8 @@ struct BackwardBlock : BackwardWarp<Traits> {
     return start;
   }
   CUTLASS_DEVICE Step after(Step step) const {
-    if (++step.tile == end) step.tile = first_tile, ++step.head;
+    if (++step.tile == end) step.tile = first_tile;
+    if (step.tile == turn) ++step.head;
     return step;
   }
   CUTLASS_DEVICE int key_count() const { return max(min(n.keys - key0, kTileM), 0); }
@@ -171,45 +176,39 @@ struct BackwardBlock : BackwardWarp<Traits> {
       this->multiply_scores(dp, buffer, query0, true);
       Seen seen;
       if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
-      this->template weigh<kMasked, 1>(s, smem.lse[ds_buffer] + query0, seen, 0);
+      this->template weigh<kMasked>(s, smem.lse[ds_buffer] + query0, seen);
       this->mark_dropped(s, now.head, now.tile * kTileN + query0);
       ScoreWeights w, ds;
-      this->template round<1>(s, w, 0);
+      this->round(s, w);
       this->drop(w);
-      this->template differentiate<kMasked, 1>(
-          dp, ds, smem.delta[ds_buffer] + query0, seen, 0,
-          [&](int i, int j, int half) { return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]); });
+      this->template differentiate<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
+        return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]);
+      });
       this->store_ds(ds, ds_buffer, query0);
       this->add_gradient(value, w, buffer, query0, false);
       this->add_gradient(key, ds, buffer, query0, true);
     }
   }
 
-  // Role 0: S -> P, handed over chunk by chunk; role 1: dP and these -> dS. w: operand A of the role's gradient.
+  // Role 0: S -> P, handed over; role 1: dP and these -> dS. w: operand A of the role's gradient.
   template <bool kMasked>
   CUTLASS_DEVICE void step_in_role(ScoreWeights& w, Scores& s, int ds_buffer) const {
     const int query0 = part * Traits::kScoreWidth, pair = kWeightsReady + group * kParts + part;
     Seen seen;
     if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
     if (role == 0) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        this->template weigh<kMasked, kChunks>(s, smem.lse[ds_buffer] + query0, seen, chunk);
-        this->mark_dropped(s, now.head, now.tile * kTileN + query0);
-        this->template round<kChunks>(s, w, chunk);
-        this->template hand_over<kChunks>(w, ds_buffer, chunk);
-        ptx::arrive_threads(pair + chunk * Traits::kRoleWarps, 64);
-      }
+      this->template weigh<kMasked>(s, smem.lse[ds_buffer] + query0, seen);
+      this->mark_dropped(s, now.head, now.tile * kTileN + query0);
+      this->round(s, w);
+      this->hand_over(w, ds_buffer);
+      ptx::arrive_threads(pair, 64);
       this->drop(w);
     } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        ptx::sync_threads(pair + chunk * Traits::kRoleWarps, 64);
-        this->template take_over<kChunks>(w, ds_buffer, part, chunk);
-        this->template differentiate<kMasked, kChunks>(
-            s, w, smem.delta[ds_buffer] + query0, seen, chunk,
-            [&](int i, int j, int half) { return unpack<Element>(w.pair(i, j, half)); });
-      }
+      ptx::sync_threads(pair, 64);
+      this->take_over(w, ds_buffer, part);
+      this->template differentiate<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
+        return unpack<Element>(w.pair(i, j, half));
+      });
       if (kParts == 1) __syncwarp();  // every lane has its P
       this->store_ds(w, ds_buffer, query0);
     }
@@ -218,10 +217,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
   CUTLASS_DEVICE void other_part(ScoreWeights& w, int ds_buffer) const {
     ptx::sync_threads((role == 0 ? kWeightsShared : kDsShared) + group, 32 * kParts);
     if (role == 0) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        this->template take_over<kChunks>(w, ds_buffer, 1 - part, chunk);
-      }
+      this->take_over(w, ds_buffer, 1 - part);
       this->drop(w);
     } else {
       this->load_ds(w, ds_buffer, (1 - part) * Traits::kScoreWidth);

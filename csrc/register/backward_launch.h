@@ -49,7 +49,6 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   args.blocks = uint32_t(blocks), args.splits = uint32_t(splits);
   args.by_tiles = {int(tiles)}, args.by_heads = {int(heads)}, args.by_group = {f.heads_per_group};
   args.exponent = float(double(f.scale) * 1.4426950408889634);
-  args.sum_columns = query_sum_columns(f.head_dim);
   auto* kernel = &backward_kernel<Traits>;
   if (Status s = allow_shared_memory<Traits>(kernel, where); !s.ok()) return s;
   kernel<<<args.blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(args);

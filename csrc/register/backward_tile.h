@@ -112,13 +112,14 @@ CUTLASS_DEVICE void multiply_rows(Sums<kTilesM, kTilesN>& sums, uint32_t a, uint
   }
 }
 
-// sums += W B. b: the lane's address, down first, at the row of W's first column.
-template <typename Element, typename TileB, int kTilesM, int kTilesN, int kSteps>
-CUTLASS_DEVICE void multiply_weights(Sums<kTilesM, kTilesN>& sums, Weights<kTilesM, kSteps> const& w, uint32_t b) {
+template <bool kWhole, typename Element, typename TileB, int kTilesM, int kTilesN, int kSteps>
+CUTLASS_DEVICE void multiply_weights_of(Sums<kTilesM, kTilesN>& sums, Weights<kTilesM, kSteps> const& w, uint32_t b,
+                                        int columns) {
   CUTLASS_PRAGMA_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kTilesN; j += 2) {
+      if (!kWhole && j * 8 >= columns) break;
       uint32_t frag_b[4];
       ptx::load_matrices<true>(frag_b, (b ^ sixteen_columns(j / 2)) + step * TileB::kSixteenRows);
       CUTLASS_PRAGMA_UNROLL
@@ -127,6 +128,17 @@ CUTLASS_DEVICE void multiply_weights(Sums<kTilesM, kTilesN>& sums, Weights<kTile
         multiply_add<Element>(sums.at[i][j + 1], w.at[i][step], frag_b[2], frag_b[3]);
       }
     }
+  }
+}
+// sums += W B, the first `columns` of them; more may be done. b: the lane's address, down first, at the row of W's
+// first column.
+template <typename Element, typename TileB, int kTilesM, int kTilesN, int kSteps>
+CUTLASS_DEVICE void multiply_weights(Sums<kTilesM, kTilesN>& sums, Weights<kTilesM, kSteps> const& w, uint32_t b,
+                                     int columns) {
+  if (columns > kTilesN * 8 - 16) {
+    multiply_weights_of<true, Element, TileB>(sums, w, b, columns);
+  } else {
+    multiply_weights_of<false, Element, TileB>(sums, w, b, columns);
   }
 }
 

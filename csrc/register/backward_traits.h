@@ -51,7 +51,6 @@ struct BackwardRow {
   using QueryTile = SharedTile<kTileN, kMaxK>;   // Q, dO
   using ScoreTile = SharedTile<kTileM, kTileN>;  // dS^T
   static constexpr int kScoreWidth = kScoreQueries;
-  static constexpr int kHandOvers = kDropout || kScoreWidth < 64 ? 1 : 2;  // of P: role 1 starts with the first
   using Scores = Sums<2, kScoreQueries / 8>;
   using ScoreWeights = Weights<2, kScoreQueries / 16>;
   static constexpr int kColumns = kMaxK / kParts;  // of a warp's gradients

@@ -13,7 +13,6 @@ struct BackwardArgs {
   uint32_t splits;                                   // parts of the loop
   cutlass::FastDivmod by_tiles, by_heads, by_group;  // tiles of keys, key heads, heads_per_group (tile_map.h)
   float exponent;                                    // scale * log2(e), the very number that the forward kernels use
-  int32_t sum_columns;                               // of query_sums
 };
 
 template <typename Traits>
@@ -79,7 +78,7 @@ struct BackwardWarp {
   CUTLASS_DEVICE void add_gradient(Gradient& sums, ScoreWeights const& w, int buffer, int query0, bool of_key) const {
     const uint32_t b = ptx::shared_address(of_key ? smem.query[buffer] : smem.grad_out[buffer]) +
                        QueryTile::down_first(query0, part * Traits::kColumns, lane);
-    multiply_weights<Element, QueryTile>(sums, w, b);
+    multiply_weights<Element, QueryTile>(sums, w, b, (of_key ? f.head_dim : f.value_dim) - part * Traits::kColumns);
   }
 
   // Are all of both tiles' rows there, and does every query see every key?
@@ -113,14 +112,12 @@ struct BackwardWarp {
     return ptx::exp2_approx(ptx::min_or_nan(__fmaf_rn(s, args.exponent, -lse), 0.f));
   }
 
-  // Calls each(x, i, j, half, column, visible) for each pair of a lane's scores x[0], x[1] in one of kChunks parts of
-  // the columns: row slot (i, half), columns `column` and the next. visible(e): is x[e]?
-  template <bool kMasked, int kChunks, typename F>
-  CUTLASS_DEVICE void each_pair(Scores& s, Seen const& seen, int chunk, F each) const {
-    constexpr int kTiles = Scores::kTilesN / kChunks;
+  // Calls each(x, i, j, half, column, visible) for each pair of a lane's scores x[0], x[1]: row slot (i, half), columns
+  // `column` and the next. visible(e): is x[e]?
+  template <bool kMasked, typename F>
+  CUTLASS_DEVICE void each_pair(Scores& s, Seen const& seen, F each) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kTiles; ++k) {
-      const int j = chunk * kTiles + k;
+    for (int j = 0; j < Scores::kTilesN; ++j) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Scores::kTilesM; ++i) {
         CUTLASS_PRAGMA_UNROLL
@@ -137,9 +134,9 @@ struct BackwardWarp {
   }
 
   // S -> P. lse: of these scores.
-  template <bool kMasked, int kChunks>
-  CUTLASS_DEVICE void weigh(Scores& s, float const* lse, Seen const& seen, int chunk) const {
-    each_pair<kMasked, kChunks>(s, seen, chunk, [&](float* x, int, int, int, int column, auto visible) {
+  template <bool kMasked>
+  CUTLASS_DEVICE void weigh(Scores& s, float const* lse, Seen const& seen) const {
+    each_pair<kMasked>(s, seen, [&](float* x, int, int, int, int column, auto visible) {
       const float2 of = statistic(lse, column);
       const float first = weight(x[0], of.x), second = weight(x[1], of.y);
       x[0] = visible(0) ? first : 0.f;
@@ -158,9 +155,8 @@ struct BackwardWarp {
       });
     }
   }
-  template <int kChunks>
-  CUTLASS_DEVICE void round(Scores& s, ScoreWeights& w, int chunk) const {
-    each_pair<false, kChunks>(s, Seen{}, chunk, [&](float* x, int i, int j, int half, int, auto) {
+  CUTLASS_DEVICE void round(Scores& s, ScoreWeights& w) const {
+    each_pair<false>(s, Seen{}, [&](float* x, int i, int j, int half, int, auto) {
       w.pair(i, j, half) = pack<Element>(x[0], x[1]);
     });
   }
@@ -181,10 +177,10 @@ struct BackwardWarp {
     return (Traits::kDropout ? fabsf(p) : p) * (dp - delta);
   }
   // dP -> dS, rounded. weights(i, j, half): a pair of P.
-  template <bool kMasked, int kChunks, typename F>
-  CUTLASS_DEVICE void differentiate(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen, int chunk,
+  template <bool kMasked, typename F>
+  CUTLASS_DEVICE void differentiate(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen,
                                     F weights) const {
-    each_pair<kMasked, kChunks>(dp, seen, chunk, [&](float* x, int i, int j, int half, int column, auto visible) {
+    each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
       const float2 of = statistic(delta, column), two = weights(i, j, half);
       const float first = differentiated(two.x, x[0], of.x), second = differentiated(two.y, x[1], of.y);
       w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
@@ -221,55 +217,55 @@ struct BackwardWarp {
     if constexpr (kParts > 1) place = smem.p;
     return place + (group * kParts + of_part) * kPieces + lane;
   }
-  template <int kChunks>
-  CUTLASS_DEVICE void hand_over(ScoreWeights const& w, int ds_buffer, int chunk) const {
-    constexpr int kSteps = ScoreWeights::kSteps / kChunks;
-    uint4* to = weights_place(ds_buffer, part) + chunk * (2 * kSteps) * 32;
+  CUTLASS_DEVICE void hand_over(ScoreWeights const& w, int ds_buffer) const {
+    uint4* to = weights_place(ds_buffer, part);
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < 2 * kSteps; ++k) {
-      to[k * 32] = reinterpret_cast<uint4 const&>(w.at[k / kSteps][chunk * kSteps + k % kSteps]);
+    for (int i = 0; i < 2 * ScoreWeights::kSteps; ++i) {
+      to[i * 32] = reinterpret_cast<uint4 const&>(w.at[i / ScoreWeights::kSteps][i % ScoreWeights::kSteps]);
     }
   }
-  template <int kChunks>
-  CUTLASS_DEVICE void take_over(ScoreWeights& w, int ds_buffer, int of_part, int chunk) const {
-    constexpr int kSteps = ScoreWeights::kSteps / kChunks;
-    uint4 const* from = weights_place(ds_buffer, of_part) + chunk * (2 * kSteps) * 32;
+  CUTLASS_DEVICE void take_over(ScoreWeights& w, int ds_buffer, int of_part) const {
+    uint4 const* from = weights_place(ds_buffer, of_part);
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < 2 * kSteps; ++k) {
-      reinterpret_cast<uint4&>(w.at[k / kSteps][chunk * kSteps + k % kSteps]) = from[k * 32];
+    for (int i = 0; i < 2 * ScoreWeights::kSteps; ++i) {
+      reinterpret_cast<uint4&>(w.at[i / ScoreWeights::kSteps][i % ScoreWeights::kSteps]) = from[i * 32];
     }
   }
 
   // --- dQ ---
 
-  // This warp's part of dQ = dS K of a step: added to the sums.
+  // This warp's part of dQ = dS K of a step: added to the sums, which lie in blocks of 8 rows and 16 columns in the
+  // order of the lanes that hold them (params.h).
   CUTLASS_DEVICE void add_query_gradient(Step const& step, int ds_buffer) const {
-    if (p.query_sums == nullptr) return;
+    if (p.query_sums.data == nullptr) return;  // not wanted
     const int row0 = warp % Traits::kQueryGroups * 32;
     const int column0 = warp / Traits::kQueryGroups * Traits::kQueryColumns;
     const uint32_t a = ptx::shared_address(smem.ds[ds_buffer]) + ScoreTile::across_first(0, row0, lane);
-    const int row = step.tile * kTileN + row0 + (lane >> 2);
-    float* to = p.query_sums + offset(row_of(n, step.head) + row, args.sum_columns) + column0 + (lane & 3) * 4;
+    const int row = step.tile * kTileN + row0, columns = p.query_sums.columns;
+    const int64_t block = offset(offset(batch, f.heads) + head + step.head, p.query_sums.blocks) + row / 8;
+    float* to = p.query_sums.data + offset(block + first_sum_block(n.query_row, n.sequence), 8 * columns) + lane * 4;
     CUTLASS_PRAGMA_UNROLL
-    for (int column = 0; column < Traits::kQueryColumns; column += Traits::kQueryStep) {
-      const uint32_t b = ptx::shared_address(smem.key) + KeyTile::down_first(0, column0 + column, lane);
+    for (int column = column0; column < column0 + Traits::kQueryColumns; column += Traits::kQueryStep) {
+      if (column >= columns) break;
+      const uint32_t b = ptx::shared_address(smem.key) + KeyTile::down_first(0, column, lane);
       typename Traits::QueryGradient sums;
       sums.clear();
       multiply_columns<Element, ScoreTile, KeyTile>(sums, a, b);
-      add_to_sums(sums, to + column, n.queries - row, args.sum_columns - column0 - column);
+      add_to_sums(sums, to + column * 8, 8 * columns, n.queries - row, columns - column);
     }
   }
-  // A row's 16 columns lie as the lanes hold them: c = 8 j + 2 t + e at 4 t + 2 j + e (reduce/query_gradient.cu). rows,
-  // columns: what is left from this lane's first row and the warp's first column on. Whole tiles take no branch.
-  CUTLASS_DEVICE void add_to_sums(typename Traits::QueryGradient const& sums, float* to, int rows, int columns) const {
-    if (rows + (lane >> 2) >= 32 && columns >= Traits::kQueryStep) {
-      each_of_sums(sums, to, [](int, int) { return true; });
+  // stride: from one 8 rows to the next. rows, columns: what is left from the warp's first ones on. Whole tiles take no
+  // branch.
+  CUTLASS_DEVICE void add_to_sums(typename Traits::QueryGradient const& sums, float* to, int stride, int rows,
+                                  int columns) const {
+    if (rows >= 32 && columns >= Traits::kQueryStep) {
+      each_of_sums(sums, to, stride, [](int, int) { return true; });
     } else {
-      each_of_sums(sums, to, [&](int row, int column) { return row < rows && column < columns; });
+      each_of_sums(sums, to, stride, [&](int row, int column) { return row + (lane >> 2) < rows && column < columns; });
     }
   }
   template <typename F>
-  CUTLASS_DEVICE void each_of_sums(typename Traits::QueryGradient const& sums, float* to, F wanted) const {
+  CUTLASS_DEVICE void each_of_sums(typename Traits::QueryGradient const& sums, float* to, int stride, F wanted) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
       CUTLASS_PRAGMA_UNROLL
@@ -277,7 +273,7 @@ struct BackwardWarp {
         float const* low = &sums.at[i / 2][j][i % 2 * 2];
         float const* high = &sums.at[i / 2][j + 1][i % 2 * 2];
         if (!wanted(i * 8, j * 8)) continue;
-        ptx::add_to_global(to + offset(i * 8, args.sum_columns) + j * 8, low[0], low[1], high[0], high[1]);
+        ptx::add_to_global(to + i * stride + j * 64, low[0], low[1], high[0], high[1]);
       }
     }
   }
