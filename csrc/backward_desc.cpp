@@ -123,6 +123,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   r->pass = Pass::kBackward;
   r->alignment = lowest_bit(bits);
   r->bias_grad = a.grad_bias.has_value();
+  r->deterministic = a.deterministic;
   return {};
 }
 

@@ -15,6 +15,7 @@ struct BackwardCall {
   bool tf32 = false;
   std::string variant;
   MaskCall mask;
+  bool deterministic = false;
 
   bool wants_any() const {
     return grad_query.has_value() || grad_key.has_value() || grad_value.has_value() || grad_bias.has_value();

@@ -78,6 +78,11 @@ int64_t grad_query_numel(const BackwardParams& p) {
   return p.forward.batch * p.forward.heads * p.forward.queries * p.forward.head_dim;
 }
 
+int64_t query_sums_numel(const BackwardParams& p) {
+  const ForwardParams& f = p.forward;
+  return f.batch * f.heads * sum_blocks(f.queries, f.sequences) * 8 * ((f.head_dim + 15) / 16 * 16);
+}
+
 int64_t grad_key_numel(const BackwardParams& p) {
   return p.forward.batch * (p.forward.heads / p.heads_per_kv) * p.forward.keys * p.forward.head_dim;
 }
@@ -100,7 +105,7 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
   if (!query && !key && !value && !bias) return plan;
   Splits& s = plan.splits;  // with sequences no loop is split: their lengths are on the device
   const bool fixed = !is_packed(p.forward.sequences);
-  if (query && fixed) s.query = query_splits(row, p, sm_count);
+  if (query && fixed && !row.adds_query) s.query = query_splits(row, p, sm_count);
   if ((key || value) && fixed) s.key_value = key_value_splits(row, p, sm_count);
   if (bias && fixed) s.bias = bias_splits(row, p, sm_count);
 
@@ -111,6 +116,10 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
     return start;
   };
   plan.query = place(query, s.query, grad_query_numel(p));
+  if (query && row.adds_query) {
+    plan.query_sums = plan.total;
+    plan.total += query_sums_numel(p);
+  }
   plan.key = place(key, s.key_value, grad_key_numel(p));
   plan.value = place(value, s.key_value, grad_value_numel(p));
   plan.bias = place(bias, s.bias, grad_bias_numel(p));
@@ -119,6 +128,10 @@ BackwardPlan plan_backward(const KernelRow& row, const BackwardParams& p, int32_
 
 void use_workspace(const BackwardPlan& plan, float* workspace, BackwardParams* p) {
   if (p->delta == nullptr) p->delta = workspace;
+  if (plan.query_sums >= 0) {
+    const ForwardParams& f = p->forward;
+    p->query_sums = {workspace + plan.query_sums, sum_blocks(f.queries, f.sequences), (f.head_dim + 15) / 16 * 16};
+  }
   split(&p->grad_query, plan.splits.query, workspace + plan.query, grad_query_numel(*p));
   split(&p->grad_key, plan.splits.key_value, workspace + plan.key, grad_key_numel(*p));
   split(&p->grad_value, plan.splits.key_value, workspace + plan.value, grad_value_numel(*p));

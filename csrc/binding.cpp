@@ -63,18 +63,20 @@ void def_forward(py::module_& m, std::index_sequence<I...>) {
 // The same of BackwardCall; `allocate` gives the workspace in the same form as the tensors.
 template <size_t... I>
 void def_backward(py::module_& m, std::index_sequence<I...>) {
-  m.def("backward", [](Handle<I>... tensors, py::handle allocate, float scale, double p, int causal, bool tf32,
-                       std::string variant, py::handle mask, uintptr_t stream) {
+  m.def("backward", [](Handle<I>... tensors, py::handle allocate, bool deterministic, float scale, double p, int causal,
+                       bool tf32, std::string variant, py::handle mask, uintptr_t stream) {
     py::object workspace;  // alive until the launches are made
     const auto place = [&](int64_t elements) { return desc_of(workspace = allocate(elements)); };
-    const BackwardCall args{desc_of(tensors)..., scale, p, causal, tf32, std::move(variant), mask_of_tensors(mask)};
+    const BackwardCall args{desc_of(tensors)...,   scale,        p, causal, tf32, std::move(variant),
+                            mask_of_tensors(mask), deterministic};
     return answer(run_backward(args, place, stream_of(stream)));
   });
-  m.def("backward_scalars", [](Handle<I>... scalars, py::handle allocate, float scale, double p, int causal, bool tf32,
-                               std::string variant, py::handle mask, uintptr_t stream, int device) {
+  m.def("backward_scalars", [](Handle<I>... scalars, py::handle allocate, bool deterministic, float scale, double p,
+                               int causal, bool tf32, std::string variant, py::handle mask, uintptr_t stream,
+                               int device) {
     const auto place = [&](int64_t elements) { return desc_of_scalars(allocate(elements), device); };
-    const BackwardCall args{desc_of_scalars(scalars, device)..., scale, p, causal, tf32, std::move(variant),
-                            mask_of_scalars(mask, device)};
+    const BackwardCall args{desc_of_scalars(scalars, device)..., scale,        p, causal, tf32, std::move(variant),
+                            mask_of_scalars(mask, device),       deterministic};
     return answer(run_backward(args, place, stream_of(stream)));
   });
 }
@@ -105,6 +107,7 @@ const std::map<std::string, Field>& request_fields() {
       {"pass", [](Request& r, py::handle x) { r.pass = pass_from(x.cast<std::string>()); }},
       {"dropout", set<&Request::dropout>},
       {"bias_grad", set<&Request::bias_grad>},
+      {"deterministic", set<&Request::deterministic>},
       {"has_bias", set<&Request::has_bias>},
       {"paged", set<&Request::paged>},
       {"partial", set<&Request::partial>},
@@ -157,7 +160,8 @@ py::dict row_dict(const KernelRow& row) {
                   "min_blocks_per_sm"_a = row.min_blocks_per_sm, "partial"_a = row.partial, "pages"_a = row.pages,
                   "bias_alignment"_a = row.bias_alignment, "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm,
                   "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
-                  "in_memory"_a = row.in_memory, "built_archs"_a = archs, "built"_a = row.is_built());
+                  "in_memory"_a = row.in_memory, "adds_query"_a = row.adds_query, "min_length"_a = row.min_length,
+                  "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

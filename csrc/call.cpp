@@ -50,8 +50,34 @@ Status check_workspace(const TensorDesc& workspace, const TensorDesc& query, int
 reduce::DeltaArgs delta_args(const BackwardParams& p, float* delta, DType dtype, Math math) {
   const ForwardParams& f = p.forward;
   const TensorView out{f.out.data, f.out.stride_b, f.out.stride_g, f.out.stride_h, f.out.stride_m};
-  return {out,         p.grad_out,         dtype, delta, f.batch, f.queries, f.heads, f.heads_per_group,
-          f.value_dim, math == Math::kTf32};
+  return {out,
+          p.grad_out,
+          dtype,
+          delta,
+          f.batch,
+          f.queries,
+          f.heads,
+          f.heads_per_group,
+          f.value_dim,
+          math == Math::kTf32,
+          p.query_sums.data,
+          query_sums_numel(p)};
+}
+
+Status launch_delta(const BackwardParams& p, float* workspace, DType dtype, Math math, CUstream_st* stream) {
+  if (p.delta == workspace) return reduce::launch_delta(delta_args(p, workspace, dtype, math), stream);
+  if (p.query_sums.data == nullptr) return {};
+  return reduce::launch_zeros(p.query_sums.data, query_sums_numel(p), stream);
+}
+
+Status finish_query(const BackwardParams& p, DType dtype, CUstream_st* stream) {
+  if (p.query_sums.data == nullptr) return {};
+  const ForwardParams& f = p.forward;
+  const GradView& g = p.grad_query;
+  const OutputView out{g.data, g.stride_b, g.stride_g, g.stride_h, g.stride_m};
+  return reduce::launch_query_gradient(
+      {p.query_sums, f.sequences, out, dtype, f.batch, f.queries, f.heads, f.heads_per_group, f.head_dim, f.scale},
+      stream);
 }
 
 // Adds up the partial sums of one gradient: `partial` is its view in the workspace, `gradient` the tensor.
@@ -62,13 +88,14 @@ Status sum_splits(const View& partial, void* gradient, DType dtype, int64_t nume
       {static_cast<const float*>(partial.data), gradient, dtype, numel, partial.stride_split, partial.splits}, stream);
 }
 
-// p: with its parts in the workspace; the workspace starts with delta, which is computed unless it was given.
+// p: with its parts in the workspace; the workspace starts with delta, which is computed unless it was given. Sums of
+// dQ are zeroed beside delta.
 Status launch_all(const KernelRow& row, const BackwardParams& p, float* workspace, const BackwardCall& args,
                   CUstream_st* stream) {
   const DType dtype = DType(args.query.dtype);
-  if (p.delta == workspace)
-    if (Status s = reduce::launch_delta(delta_args(p, workspace, dtype, row.math), stream); !s.ok()) return s;
+  if (Status s = launch_delta(p, workspace, dtype, row.math, stream); !s.ok()) return s;
   if (Status s = row.backward(p, stream); !s.ok()) return s;
+  if (Status s = finish_query(p, dtype, stream); !s.ok()) return s;
   const auto sum = [&](const auto& partial, const TensorDesc& gradient, int64_t numel) {
     return sum_splits(partial, gradient.data, DType(gradient.dtype), numel, stream);
   };

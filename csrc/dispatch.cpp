@@ -71,6 +71,12 @@ bool takes_bias(const KernelRow& row, const Request& request) {
   return row.is_full() || row.bias == request.has_bias;
 }
 
+// Rows that are chosen for the blocks that run at once: does the shared memory of an SM hold as many? 1 KB of it is the
+// system's, and so is 1 KB of each block.
+bool fits_its_blocks(const KernelRow& row, const Request& request) {
+  return !row.adds_query || row.blocks_per_sm * (row.smem_bytes + 1024) <= request.smem_optin + 1024;
+}
+
 std::string built_for(const KernelRow& row) {
   if (!row.is_built()) return "is not built";
   std::string text = "is built for";
@@ -143,6 +149,10 @@ constexpr Rule kRules[] = {
               "multiples of " +
               to_string(k.bias_alignment) + " elements";
      }},
+    {false, [](const KernelRow& k, const Request& r) { return !k.adds_query || !r.deterministic; },
+     [](const KernelRow&, const Request&) {
+       return std::string("adds up dQ in no fixed order, torch.use_deterministic_algorithms asks for one");
+     }},
     {false, [](const KernelRow& k, const Request& r) { return k.max_k == 0 || r.head_dim <= k.max_k; },
      [](const KernelRow& k, const Request& r) {
        return "takes K up to " + to_string(k.max_k) + ", K is " + to_string(r.head_dim);
@@ -177,6 +187,12 @@ constexpr Rule kRules[] = {
        return "is chosen for M up to " + to_string(k.max_m) + " or grids that larger tiles do not fill, M is " +
               to_string(r.queries);
      }},
+    {true, fits_its_blocks,
+     [](const KernelRow& k, const Request&) {
+       return "is chosen where an SM holds " + to_string(k.blocks_per_sm) + " blocks of " + kilobytes(k.smem_bytes);
+     }},
+    {true, [](const KernelRow& k, const Request& r) { return std::max(r.queries, r.keys) > k.min_length; },
+     [](const KernelRow& k, const Request&) { return "is chosen for M or N beyond " + to_string(k.min_length); }},
 };
 
 bool fits(const KernelRow& row, const Request& request) {
@@ -238,7 +254,8 @@ std::string request_line(const Request& r) {
          to_string(r.queries) + ", N " + to_string(r.keys) + ", H " + to_string(r.heads) + ", K " +
          to_string(r.head_dim) + ", Kv " + to_string(r.value_dim) + ", common alignment " + to_string(r.alignment) +
          (r.has_bias ? ", with bias" : ", no bias") + (r.bias_grad ? " and its gradient" : "") +
-         (r.dropout ? ", with dropout" : "") + ", on sm_" + to_string(r.sm);
+         (r.dropout ? ", with dropout" : "") + (r.deterministic ? ", deterministic" : "") + ", on sm_" +
+         to_string(r.sm);
 }
 
 std::string row_facts(const KernelRow& row) {

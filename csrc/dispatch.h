@@ -42,6 +42,8 @@ struct KernelRow {
   bool allow_spill;          // the build accepts register spills
   int32_t blocks_per_sm;     // that the registers allow
   bool in_memory;            // a block writes all value columns
+  bool adds_query;           // adds dQ up by atomics: sums in no fixed order
+  int32_t min_length;        // automatic choice only where M or N is longer
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none
@@ -99,9 +101,10 @@ struct Request {
   // Elements: the largest power of two that divides the bias' address and strides, at most 16; 0 where its dtype is not
   // the query's, its last stride not 1, or each sequence starts it anew.
   int32_t bias_alignment = 0;
-  bool bias_grad = false;  // backward: the bias' gradient is wanted
-  bool any_build = false;  // answer for a build that has every row (a host-only build always does)
-  std::string variant;     // a forced row; "family:" and a name: the choice among its rows; empty: among all
+  bool bias_grad = false;      // backward: the bias' gradient is wanted
+  bool deterministic = false;  // backward: equal inputs must give equal bits
+  bool any_build = false;      // answer for a build that has every row (a host-only build always does)
+  std::string variant;         // a forced row; "family:" and a name: the choice among its rows; empty: among all
 };
 
 const char* dtype_name(DType dtype);

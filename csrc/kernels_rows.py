@@ -47,6 +47,8 @@ class Variant:
     # Forward: serves calls with dropout, and only those; with bias also set, both with and without
     # a bias ("full"). Backward: full rows (bias and dropout set) serve calls with either or both.
     dropout: bool = False
+    adds_query: bool = False  # backward: dQ is summed by atomics, in no fixed order
+    min_length: int = 0  # automatic choice only where M or N is longer
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,24 @@ class Wgmma:
     smem: dict[str, int]  # of each kind (a key of FEATURES)
     spills: bool = True  # in the warp that copies, and a few in tiles with masks
     min_blocks_per_sm: float = 0.5
+
+
+@dataclass(frozen=True)
+class SumGradient:
+    """A tile of the backward pass that adds dQ up. Sizes as in register/backward_traits.h; `tile`
+    is keys, queries of the loop, columns."""
+
+    suffix: str
+    tile: tuple[int, int, int]
+    roles: int
+    parts: int
+    scores: int  # queries of one product of scores
+    ds_buffers: int
+    smem: tuple[int, ...]  # of each of `kinds`
+    kinds: tuple[str, ...] = ("plain", "dropout")
+    blocks: int = 1
+    spills: bool = False
+    min_length: int = 0
 
 
 # Of backward and hopper rows: the policy of chained/traits.h, bias, dropout. Full rows serve calls with either
@@ -280,6 +300,46 @@ HOPPER = [
     Wgmma("k192", (128, 96, 192), 2, {"plain": 197632}),
     Wgmma("k256", (128, 64, 256), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
 ]
+def sum_gradients(
+    shapes: list[SumGradient], cpp_type: str, dtype: str, sms: tuple[int, int]
+) -> Iterator[Variant]:
+    """The backward rows of the register family."""
+    for shape, (feature, smem) in (
+        (shape, kind) for shape in shapes for kind in zip(shape.kinds, shape.smem, strict=True)
+    ):
+        keys, queries, columns = shape.tile
+        _, bias, dropout = FEATURES[feature]
+        sizes = (shape.roles, shape.parts, shape.scores, shape.ds_buffers, shape.blocks)
+        arguments = [f"cutlass::{cpp_type}", *map(str, (*shape.tile, *sizes))]
+        parts = [f"register_bwd_sm80_{dtype}_{shape.suffix}", feature.replace("plain", "")]
+        yield Variant(
+            name="_".join(filter(None, parts)),
+            family="register",
+            arch="sm80",
+            dtype=dtype,
+            math="ieee",
+            max_k=columns,
+            max_kv=columns,
+            alignment=8,
+            bias=bias,
+            tile_m=keys,
+            tile_n=queries,
+            value_tile=columns,
+            threads=shape.roles * shape.parts * keys,  # a warp for each 32 keys, role and part
+            smem_bytes=smem,
+            min_sm=sms[0],
+            max_sm=sms[1],
+            traits=f"registers::BackwardRow<{', '.join([*arguments, *['true'] * dropout])}>",
+            allow_spill=shape.spills,
+            blocks_per_sm=shape.blocks,
+            header="register/backward_launch.h",
+            kind="bwd",
+            dropout=dropout,
+            adds_query=True,
+            min_length=shape.min_length,
+        )
+
+
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 REGISTER: dict[str, Any] = {"family": "register"}
@@ -424,6 +484,21 @@ SIMT_FULL = [
     ),
 ]  # fmt: skip
 
+# Backward, five products, dQ added up. Up to K = 64 whole sequences of 128 have their own kernel.
+# The small ones: two blocks of 163 KB (A100), or one.
+SUM_GRADIENTS = [
+    SumGradient("k32", (128, 64, 32), 1, 1, 64, 2, (67072, 67072), blocks=2, spills=True,
+                min_length=128),
+    SumGradient("k64", (128, 64, 64), 1, 1, 32, 2, (99840, 99840), blocks=2, spills=True,
+                min_length=128),
+    SumGradient("k64_small", (128, 64, 64), 1, 1, 32, 1, (82944, 82944), blocks=2, spills=True,
+                min_length=128),
+    SumGradient("k128", (128, 64, 128), 2, 1, 64, 2, (165376, 165376), spills=True, min_length=64),
+    SumGradient("k256", (64, 64, 256), 2, 2, 32, 2, (222720, 222720), spills=True,
+                min_length=64),
+    SumGradient("k256_small", (64, 32, 256), 2, 2, 16, 2, (144384, 144384), min_length=64),
+]  # fmt: skip
+
 # Backward. Resident rows: one copy of each tile serves the scores and the output products.
 GRADIENTS_SM80_16 = [
     Gradient(
@@ -533,6 +608,8 @@ VARIANTS: list[Variant] = [
     *variants(HMMA_FULL, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
     *variants(SIMT_FULL, "simt", "Simt<float>", "f32", (70, 79)),
     *variants(SIMT_FULL, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
+    *sum_gradients(SUM_GRADIENTS, "half_t", "f16", (80, 999)),
+    *sum_gradients(SUM_GRADIENTS, "bfloat16_t", "bf16", (80, 999)),
     *gradients(GRADIENTS_SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *gradients(
         GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)

@@ -152,12 +152,29 @@ struct GradBiasView {
   int32_t splits = 1;
 };
 
+// fp32 sums of dQ without the scale, zero before the launch: [B, H, blocks, columns / 16, 8 rows, 16]. A block is 8
+// rows of one head; those of a packed sequence begin with block first_sum_block. 16 columns lie in the order in which
+// the lanes of an m16n8 accumulator hold them, lane t of four columns 2t, 2t + 1, 8 + 2t, 9 + 2t:
+//   place    0 1 2 3   4 5 6 7   8  9 10 11   12 13 14 15
+//   column   0 1 8 9   2 3 10 11 4  5 12 13    6  7 14 15
+struct QuerySums {
+  float* data = nullptr;  // null: not wanted
+  int32_t blocks = 0;     // of a head
+  int32_t columns = 0;    // K rounded up to 16
+};
+constexpr int32_t sum_blocks(int32_t queries, Sequences const& s) {
+  return is_packed(s) ? queries / 8 + s.count + 1 : (queries + 7) / 8;
+}
+// first_row: of sequence number `sequence`; 0 and 0 without sequences. Sequences do not share a block.
+constexpr int64_t first_sum_block(int64_t first_row, int64_t sequence) { return first_row / 8 + sequence; }
+
 // Gradients of sum(out * grad_out). With sequences: no pages, key_starts that do not overlap. forward.lse holds the
 // forward's log-sum-exp (not null); forward.out is not used.
 struct BackwardParams {
   ForwardParams forward;
   TensorView grad_out;           // [B, M, G, heads_per_group, Kv]
   const float* delta = nullptr;  // rowsum(grad_out * out), fp32, contiguous [B, H, M]
+  QuerySums query_sums;          // of rows that add dQ up in memory (KernelRow::adds_query), else empty
   GradView grad_query, grad_key, grad_value;
   GradBiasView grad_bias;
   int32_t heads_per_kv = 1;  // consecutive query heads whose gradients one key head sums: 1, or heads_per_group

@@ -28,6 +28,7 @@ class Request(_Pass, total=False):
     partial: bool  # results in fp32 are wanted: of packed heads, or for an out of another dtype
     bias_alignment: int  # as alignment, of a bias of the query's dtype; 0: another bias
     bias_grad: bool  # backward: the bias' gradient is wanted
+    deterministic: bool  # backward: only rows that sum in a fixed order
     # a forced row; "family:" and a name: the choice among its rows; "" or None: among all
     variant: str | None
     any_build: bool  # answer for a build that has every row, as a host-only build always does
@@ -116,6 +117,7 @@ def backward(
     grad_value: Tensor | None,
     grad_bias: Tensor | None,
     allocate: Callable[[int], Tensor],
+    deterministic: bool,  # only rows that sum in a fixed order
     scale: float,
     p: float,
     causal: int,
@@ -140,6 +142,7 @@ def backward_scalars(
     grad_value: Scalars | None,
     grad_bias: Scalars | None,
     allocate: Callable[[int], Scalars],  # the caller keeps the tensor until the call returns
+    deterministic: bool,
     scale: float,
     p: float,
     causal: int,

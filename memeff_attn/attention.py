@@ -70,7 +70,8 @@ def memory_efficient_attention(
         what rounding took from it); for few queries also one partial result in float32 for each
         tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB), and for a 16-bit
         output_dtype that is not the inputs' the output once in float32; the backward pass takes the
-        gradients and B * H * M floats and, where few blocks fill the GPU, partial sums: for each
+        gradients, B * H * M floats (B * H * M * (K + 1) where the gradient of the query is added
+        up) and, where few blocks fill the GPU, partial sums: for each
         gradient at most 8 times its elements, or 64 MiB, in float32; with sequences none of these
         sums. Nothing grows with M * N but a gradient of a bias that does, or that is broadcast over
         sequences (docs/masks.md, which also says which pages are copied). On the CPU also a few
@@ -78,8 +79,9 @@ def memory_efficient_attention(
     Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
         with V, gradients once, after all sums. float32 products are accurate to float32 unless
         torch allows TF32 (torch.backends.cuda.matmul). A query that sees no key gives 0, and adds 0
-        to every gradient. A finite bias is a number, however negative. Forward and backward pass
-        are bit-deterministic.
+        to every gradient. A finite bias is a number, however negative. The forward pass is
+        bit-deterministic, the backward pass where torch.use_deterministic_algorithms is on; else
+        the gradient of 16-bit queries may be added up in any order, in float32.
     Raises:
         ValueError: inputs that disagree with each other, or with a named op.
         NotImplementedError: legal inputs that no operator here takes, with the reasons; on a GPU a

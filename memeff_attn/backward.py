@@ -58,7 +58,8 @@ def launcher() -> ops.Launch:
             workspace = query.new_empty((elements,), dtype=torch.float32)
             return workspace if describe is None else describe(workspace)
 
-        return backward(*given, *wanted, allocate, *settings, stream)
+        fixed_order = torch.are_deterministic_algorithms_enabled()
+        return backward(*given, *wanted, allocate, fixed_order, *settings, stream)
 
     return launch
 

@@ -197,7 +197,8 @@ class KernelFwOp(_Kernels, AttentionFwOpBase):
 
 
 class KernelBwOp(_Kernels, AttentionBwOpBase):
-    """Their gradients, with the scores computed again."""
+    """Their gradients, with the scores computed again; where `torch.use_deterministic_algorithms`
+    is on, the same bits in every run."""
 
     NAME = "cuda_bwd"
 
@@ -233,6 +234,15 @@ class ChainedFwOp(KernelFwOp):
     VARIANT = "family:chained"
 
 
+class RegisterBwOp(KernelBwOp):
+    """Five products in one kernel (csrc/register): 16 bits, sm80 and newer. The gradient of the
+    query is added up in any order."""
+
+    NAME = "register_bwd"
+    VARIANT = "family:register"
+    IS_DETERMINISTIC = False
+
+
 class ChainedBwOp(KernelBwOp):
     """Its gradients: no atomics, the same bits in every run."""
 
@@ -248,7 +258,7 @@ ALL_FW_OPS: list[type[AttentionFwOpBase]] = [
     ChainedFwOp,
     CpuFwOp,
 ]
-ALL_BW_OPS: list[type[AttentionBwOpBase]] = [ChainedBwOp, CpuBwOp]
+ALL_BW_OPS: list[type[AttentionBwOpBase]] = [RegisterBwOp, ChainedBwOp, CpuBwOp]
 _FAMILIES: dict[tuple[str, str], type[AttentionOpBase]] = {
     (op.VARIANT.removeprefix("family:"), op.PASS): op
     for op in (*ALL_FW_OPS, *ALL_BW_OPS)
@@ -452,6 +462,7 @@ def request_of(
         "pass": which,
         "dropout": d.p > 0.0,
         "bias_grad": bias is not None and bias.requires_grad,
+        "deterministic": which == "bwd" and torch.are_deterministic_algorithms_enabled(),
         "variant": name,
     }
 

@@ -139,7 +139,7 @@ def backward(
     def allocate(elements: int) -> torch.Tensor:
         return unwritten(torch.float32, elements)
 
-    return binding.backward(*given, allocate, *numbers, row["name"], mask, stream), grads
+    return binding.backward(*given, allocate, False, *numbers, row["name"], mask, stream), grads
 
 
 def main() -> int:

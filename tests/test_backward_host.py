@@ -3,11 +3,13 @@ module: what is launched, with what, and what needs no launch."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from backward_cases import deterministic
 from torch import Tensor
 
 import memeff_attn
@@ -44,14 +46,15 @@ class Module:
         return self.failure
 
     def backward(self, *arguments: Any) -> ops.Failure | None:
-        assert len(arguments) == 21
+        assert len(arguments) == 22
         call = dict(zip(NAMES, arguments, strict=False))
-        allocate, scale, p, causal, _tf32, variant, mask, stream = arguments[13:]
+        allocate, fixed_order, scale, p, causal, _tf32, variant, mask, stream = arguments[13:]
         if failure := self.refusal(call):
             self.refused += 1
             return failure
         workspace = allocate(self.workspace) if self.workspace else None
         call |= {"workspace": workspace, "variant": variant, "p": p, "mask": mask, "stream": stream}
+        call["fixed_order"] = fixed_order
         self.calls.append(call)
         query, lse = call["query"], call["lse"]
         assert lse.shape == two_part_lse_shape(query) and lse.is_contiguous()
@@ -239,7 +242,7 @@ def test_scalars_where_torch_has_no_exchange(monkeypatch: pytest.MonkeyPatch) ->
         is_cuda_build = True
 
         def backward_scalars(self, *arguments: Any) -> ops.Failure | None:
-            assert len(arguments) == 22 and arguments[-1] == -1
+            assert len(arguments) == 23 and arguments[-1] == -1
             assert arguments[4] is None and arguments[1] == ops.numbers(inputs[0])
             seen.append(arguments[13](40))
             return None
@@ -252,6 +255,15 @@ def test_scalars_where_torch_has_no_exchange(monkeypatch: pytest.MonkeyPatch) ->
     assert backward.launcher()(given, [*inputs, None], settings, 7) is None
     ((address, dtype, shape, strides),) = seen
     assert address % 16 == 0 and (dtype, shape, strides) == (2, (40,), (1,))
+
+
+def test_deterministic_mode_asks_for_a_fixed_order(module: Module) -> None:
+    inputs = qkv()
+    for warn_only in (None, False, True):
+        mode = contextlib.nullcontext() if warn_only is None else deterministic(warn_only)
+        with mode:
+            torch.autograd.grad(attention(*inputs).sum(), inputs)
+    assert [call["fixed_order"] for call in module.calls] == [False, True, True]
 
 
 def test_an_output_without_a_gradient(module: Module) -> None:

@@ -61,7 +61,7 @@ def unasked(elements: int) -> Any:
 def answer(given: dict[str, Any]) -> Any:
     """What backward answers, by tensors and by scalars."""
     tensors = [given.get(name) for name in TENSORS]
-    rest = (1.0, given.get("p", 0.0), 0, False, given.get("variant", ""), None, 0)
+    rest = (False, 1.0, given.get("p", 0.0), 0, False, given.get("variant", ""), None, 0)
     said = _C.backward(*tensors, unasked, *rest)
     assert _C.backward_scalars(*map(scalars, tensors), unasked, *rest, -1) == said
     return said
@@ -142,7 +142,7 @@ def test_the_workspace_is_checked() -> None:
     """Asked for once, on the tensors' device; what allocate raises is raised."""
     given = arguments()
     tensors = [t if t is None else t.cuda() for t in map(given.get, TENSORS)]
-    rest = (1.0, 0.0, 0, False, "", None, torch.cuda.current_stream().cuda_stream)
+    rest = (False, 1.0, 0.0, 0, False, "", None, torch.cuda.current_stream().cuda_stream)
     asked: list[int] = []
 
     def refusal(make: Any) -> str:
@@ -193,10 +193,12 @@ def test_the_alignment_of_out_does_not_choose_the_row() -> None:
 def plan(
     bias: tuple[int, int, int, int] = (0, 0, 0, 0), per_key: int = 1, **fields: Any
 ) -> dict[str, Any]:
-    """backward_plan, checked against the rule as the documentation states it."""
+    """backward_plan, checked against the rule as the documentation states it; of rows that sum in
+    a fixed order, unless `deterministic` says otherwise."""
     asked = {
         "sm": 90, "sm_count": 132, "dtype": "f16", "B": 1, "M": 1024, "N": 1024, "H": 8,
-        "K": 64, "Kv": 64, "alignment": 8, "any_build": True, "has_bias": any(bias), **fields,
+        "K": 64, "Kv": 64, "alignment": 8, "any_build": True, "has_bias": any(bias),
+        "deterministic": True, **fields,
     }  # fmt: skip
     got: dict[str, Any] = _C.backward_plan({**asked, "pass": "bwd"}, per_key, bias)
     assert got == _C.backward_plan({**asked, "pass": "bwd"}, per_key, bias)
@@ -230,7 +232,10 @@ def expected_plan(
         "value": b * n * key_heads * r["Kv"],
         "bias": bias[0] * bias[1] * bias[2] * bias[3],
     }
-    query = splits(b * h * up(m, tile_m) * columns_k, up(n, tile_n), sizes["query"], r["sm_count"])
+    query_blocks = b * h * up(m, tile_m) * columns_k
+    query = splits(query_blocks, up(n, tile_n), sizes["query"], r["sm_count"])
+    if row["adds_query"]:
+        query = 1
     key_value = splits(
         b * key_heads * up(n, tile_m) * max(columns_k, columns_v),
         per_key * up(m, tile_n),
@@ -247,6 +252,7 @@ def expected_plan(
                 blocks *= up(full, tile)
         bias_splits = splits(blocks, loop, sizes["bias"], r["sm_count"])
     total = up(b * h * m, 4) * 4
+    total += b * h * m * up(r["K"], 16) * 16 if row["adds_query"] else 0
     for count, numel in zip(
         (query, key_value, key_value, bias_splits), sizes.values(), strict=True
     ):
@@ -272,6 +278,18 @@ def test_few_queries_split_the_keys_and_few_keys_the_queries() -> None:
     assert got["query"] == 64 and got["key_value"] == 1
     got = plan(B=1, H=1, M=1 << 16, N=64)
     assert got["query"] == 1 and got["key_value"] == 64
+
+
+@needs_rows
+@pytest.mark.parametrize("width", [8, 64, 72, 128, 256])
+def test_rows_that_add_up_the_gradient_of_the_query_sum_in_the_workspace(width: int) -> None:
+    """In its columns rounded up to 16; the loop of the keys' gradients is split as ever."""
+    fields = {"K": width, "Kv": width, "deterministic": False}
+    got = plan(B=8, H=16, M=1001, **fields)
+    assert next(r for r in ROWS if r["name"] == got["row"])["adds_query"]
+    assert counts(got) == (1, 1, 1)
+    assert got["workspace"] == 8 * 16 * 1001 * (1 + up(width, 16) * 16)
+    assert plan(B=1, H=1, M=1 << 16, N=64, **fields)["key_value"] > 1
 
 
 @needs_rows

@@ -47,6 +47,7 @@ class Variant:
     max_m: int = 0; max_blocks_per_sm: float = 0; allow_spill: bool = False; blocks_per_sm: int = 1
     min_m: int = 0; min_blocks_per_sm: float = 0; partial: bool = False; pages: bool = True
     bias_alignment: int = 0; in_memory: bool = False
+    adds_query: bool = False; min_length: int = 0
 
 def row(name, arch, min_sm, max_sm, family="chained", **kw):
     return Variant(name=name, family=family, arch=arch, min_sm=min_sm, max_sm=max_sm,

@@ -328,7 +328,7 @@ def backward_between_canaries(
         launch = BackwardLaunch(row, given, *views, lse, seed, p)
         results.append(launch.run(checker, f"{case} poison {poison}"))
     for name, a, b in zip(gradients.NAMES, *results, strict=True):
-        if a is not None and b is not None:
+        if a is not None and b is not None and not (row["adds_query"] and name == "query"):
             checker.same_bits(f"{case} d{name}", b, a)
     drop = backward_cases.drop_of(inputs, p, seed)
     gradients.check(checker, case, results[1], grad_out, *inputs.tuple(), drop)

@@ -24,7 +24,7 @@ import torch
 from backward_cases import BackwardCase
 from cases import Case
 from companions import forward_row, scores
-from tolerance import Checker, tf32
+from tolerance import Checker, tf32, ulp
 
 memeff_attn = pytest.importorskip("memeff_attn")
 
@@ -289,7 +289,8 @@ def small_dims(row: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.gpu
 @each_row()
 def test_variant_repeats_are_bit_equal(row: dict[str, Any]) -> None:
-    """50 launches each of few and of many blocks: a race between stages shows as another bit."""
+    """50 launches each of few and of many blocks: a race between stages shows as another bit. A
+    gradient of the query that is added up in any order stays within one rounding."""
     if reason := fits_here(row):
         pytest.skip(reason)
     k, kv = small_dims(row)
@@ -316,7 +317,12 @@ def test_variant_repeats_are_bit_equal(row: dict[str, Any]) -> None:
                     checker.same_bits(f"{case} out", again, out)
                     checker.same_bits(f"{case} lse", lse_again, lse)
                     for name, x, y in zip(gradients.NAMES, four, others, strict=True):
-                        if x is not None and y is not None:
+                        if x is None or y is None:
+                            continue
+                        if name == "query" and row["adds_query"]:
+                            far = (y.double() - x.double()).abs()
+                            checker.true(f"{case} dquery", far <= ulp(x.abs().amax(), x.dtype))
+                        else:
                             checker.same_bits(f"{case} d{name}", y, x)
     checker.finish()
 

@@ -1,4 +1,4 @@
-// delta = rowsum(grad_out * out).
+// delta = rowsum(grad_out * out), and zeros where dQ is added up.
 //
 // A row of Kv columns belongs to 2^k neighbouring lanes, which read it in vectors and add their sums up by shuffles.
 // Neighbouring groups of lanes take rows that lie side by side in memory: heads of one query (BMHK), or queries of one
@@ -67,6 +67,12 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaKernelArgs args) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
     if (valid && lane == 0) a.delta[(row.batch * a.heads + row.head) * a.queries + row.query] = sum;
+  }
+  if constexpr (sizeof(T) == 2) {  // rows that add dQ up take 16 bits
+    const int64_t step = int64_t(gridDim.x) * kThreads * 4;
+    for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < a.zero_numel; i += step) {
+      *reinterpret_cast<float4*>(a.zeros + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
   }
 }
 

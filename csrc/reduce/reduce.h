@@ -20,7 +20,9 @@ struct DeltaArgs {
   int32_t heads = 0;
   int32_t heads_per_group = 1;
   int32_t value_dim = 0;
-  bool tf32 = false;  // fp32 inputs only
+  bool tf32 = false;       // fp32 inputs only
+  float* zeros = nullptr;  // 16-byte aligned, set to 0 beside: 16 bits only
+  int64_t zero_numel = 0;  // a multiple of 4
 };
 
 // delta[b, h, m] = sum over columns of out * grad_out, in fp32. tf32: of grad_out as TF32 products take it, so that
@@ -38,6 +40,24 @@ struct SumArgs {
 
 // out[i] = partial[0][i] + partial[1][i] + ..., in this order, rounded once.
 Status launch_sum_splits(const SumArgs& args, CUstream_st* stream);
+
+struct QueryGradientArgs {
+  QuerySums sums;
+  Sequences sequences;
+  OutputView out;             // [B, M, G, heads_per_group, K]; rows are 16-byte aligned
+  DType dtype = DType::kF16;  // of out, 16 bits
+  int64_t batch = 0;
+  int32_t queries = 0;
+  int32_t heads = 0;
+  int32_t heads_per_group = 1;
+  int32_t head_dim = 0;  // a multiple of 8
+  float scale = 1.f;
+};
+
+// out = scale * sums, rounded once.
+Status launch_query_gradient(const QueryGradientArgs& args, CUstream_st* stream);
+
+Status launch_zeros(float* data, int64_t numel, CUstream_st* stream);
 
 // args.query [B, M, G, heads_per_group, K] -> packed.query [B, G, M, row_heads, K], contiguous, aligned to 16 bytes,
 // zero beyond heads_per_group: the rows of packed heads (forward_plan.h).

@@ -91,7 +91,8 @@ class FwOp(OnGpu, OnKernelsFw):
 
 @register_operator
 class BwOp(OnGpu, OnKernelsBw):
-    """Gradients of `FwOp`, of a bias too, through any broadcast; deterministic always.
+    """Gradients of `FwOp`, of a bias too, through any broadcast; deterministic where
+    `torch.use_deterministic_algorithms` is on.
 
     SUPPORTED_ATTN_BIAS_TYPES: see `FwOp`.
     """

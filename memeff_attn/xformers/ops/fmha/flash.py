@@ -114,7 +114,7 @@ class FwOp(OnKernelsFw):
 
 @register_operator
 class BwOp(OnKernelsBw):
-    """Its gradients; deterministic, as these kernels are."""
+    """Its gradients; deterministic where `torch.use_deterministic_algorithms` is on."""
 
     OPERATOR = "memeff_attn::backward"
     CUDA_MINIMUM_COMPUTE_CAPABILITY = FwOp.CUDA_MINIMUM_COMPUTE_CAPABILITY
