@@ -2,6 +2,7 @@
 // queries. Tensor cores truncate every addend of a step: about one unit in the last place of the sum.
 #pragma once
 
+#include "chained/split_parts.h"
 #include "cutlass/cutlass.h"
 
 namespace memeff {
@@ -30,27 +31,35 @@ struct CompensatedSum {
   CUTLASS_DEVICE float value() const { return __fadd_rn(sum, error); }
 };
 
-// Coord: AccCoord of S. The operands' layouts keep four consecutive k of a row (query or key) in 16 bytes; their tail
-// in K is zero-filled.
-template <typename Coord, typename LayoutA, typename LayoutB>
+// Four consecutive k of a row (query or key), as an operand's layout keeps them side by side.
+struct PlainFour {
+  CUTLASS_DEVICE static float4 load(float const* from) { return *reinterpret_cast<float4 const*>(from); }
+};
+template <int kPart>
+struct PartsFour {
+  CUTLASS_DEVICE static float4 load(cutlass::bfloat16_t const* from) { return join_four<kPart>(from); }
+};
+
+// Coord: AccCoord of S. The operands' tail in K is zero-filled.
+template <typename Coord, typename LayoutA, typename LayoutB, typename FourA = PlainFour, typename FourB = PlainFour>
 struct FmaProduct {
   static constexpr int kChunk = 16;                                         // products in one PlainSum
   static constexpr int kBlock = Coord::kColumns < 8 ? Coord::kColumns : 8;  // columns at a time: fewer sums live
 
   // sums[i][j] takes in columns [k, k + 4) of row i's query and the key in column j0 + j.
-  template <typename Sum>
-  CUTLASS_DEVICE static void add_four(Sum (&sums)[Coord::kRows][kBlock], float const* a, LayoutA const& layout_a,
-                                      float const* b, LayoutB const& layout_b, int row0, int column0, int lane, int j0,
-                                      int k) {
+  template <typename Sum, typename Element>
+  CUTLASS_DEVICE static void add_four(Sum (&sums)[Coord::kRows][kBlock], Element const* a, LayoutA const& layout_a,
+                                      Element const* b, LayoutB const& layout_b, int row0, int column0, int lane,
+                                      int j0, int k) {
     float4 rows[Coord::kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Coord::kRows; ++i) {
-      rows[i] = *reinterpret_cast<float4 const*>(a + layout_a({row0 + Coord::row(lane, i), k}));
+      rows[i] = FourA::load(a + layout_a({row0 + Coord::row(lane, i), k}));
     }
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kBlock; ++j) {
       const int column = column0 + Coord::column(lane, j0 + j);
-      const float4 key = *reinterpret_cast<float4 const*>(b + layout_b({k, column}));
+      const float4 key = FourB::load(b + layout_b({k, column}));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Coord::kRows; ++i) {
         sums[i][j].add(rows[i].x, key.x);
@@ -62,8 +71,8 @@ struct FmaProduct {
   }
 
   // acc += A B over `depth` columns of K, in sums of kChunk products.
-  template <typename Fragment>
-  CUTLASS_DEVICE static void add(Fragment& acc, float const* a, LayoutA const& layout_a, float const* b,
+  template <typename Fragment, typename Element>
+  CUTLASS_DEVICE static void add(Fragment& acc, Element const* a, LayoutA const& layout_a, Element const* b,
                                  LayoutB const& layout_b, int row0, int column0, int lane, int depth) {
     CUTLASS_PRAGMA_UNROLL
     for (int j0 = 0; j0 < Coord::kColumns; j0 += kBlock) {

@@ -178,29 +178,48 @@ struct ForwardBlock : ForwardTile<Traits> {
 
   CUTLASS_DEVICE void multiply_scores(FragmentS& s, QkMma const& qk) const {
     if constexpr (Traits::kFmaScores) {
-      auto a = smem.qk.operand_A_ref();
-      auto b = smem.qk.operand_B_ref();
-      Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
-                             p.head_dim);
+      if (p.head_dim <= Traits::kFmaDepth) {
+        auto a = smem.qk.operand_A_ref();
+        auto b = smem.qk.operand_B_ref();
+        Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
+                               p.head_dim);
+        return;
+      }
+    }
+    qk(s, p.head_dim);
+  }
+
+  // What fills an operand; `place`: where its copies land first, if they are split on the way.
+  template <typename Loader, typename Ref>
+  CUTLASS_DEVICE Loader loader_of(Ref ref, void* place) const {
+    if constexpr (Traits::kInParts) {
+      return Loader(ref, place, thread);
     } else {
-      qk(s, p.head_dim);
+      return Loader(ref, thread);
     }
   }
 
   CUTLASS_DEVICE void run_resident(FragmentO& o) {
-    typename Traits::QueryLoader queries(smem.qk.operand_A_ref(), thread);
-    typename Traits::KeyLoader keys(smem.qk.operand_B_ref(), thread);
-    typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
+    auto queries = loader_of<typename Traits::QueryLoader>(smem.qk.operand_A_ref(), &smem.pv);
+    auto keys = loader_of<typename Traits::KeyLoader>(smem.qk.operand_B_ref(), &smem.staging);
+    auto loader = loader_of<typename Traits::ValueLoader>(smem.pv.operand_B_ref(), &smem.staging);
     const QkMma qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
     if (keys_begin < keys_end) {
       queries.start(query, p.query.stride_m, rows, p.head_dim);
+      if constexpr (Traits::kInParts) {
+        cutlass::arch::cp_async_fence();
+        cutlass::arch::cp_async_wait<0>();
+        queries.finish();
+        __syncthreads();  // every thread has read its queries where the keys land
+      }
       keys.start(key_at(keys_begin), p.key.stride_m, keys_end - keys_begin, p.head_dim);
       cutlass::arch::cp_async_fence();
       start_bias(keys_begin);
     }
     for (int key0 = keys_begin; key0 < keys_end; key0 += kTileN) {
       cutlass::arch::cp_async_wait<0>();
+      keys.finish();
       __syncthreads();  // K(j) is there; every warp is done with P and V(j-1)
       start_values(loader, key0, 0);
       FragmentS s;
@@ -210,6 +229,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       float alpha[CoordS::kRows];
       find_maximum(s, alpha);
       cutlass::arch::cp_async_wait<0>();
+      loader.finish();
       __syncthreads();  // V(j) is there, maxima are published; every warp is done with K(j)
       if (key0 + kTileN < keys_end) {
         keys.start(key_at(key0 + kTileN), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);

@@ -13,6 +13,8 @@
 #include "chained/operand_store.h"
 #include "chained/output_visitor.h"
 #include "chained/resident_mma.h"
+#include "chained/split_loader.h"
+#include "chained/split_mma.h"
 #include "chained/streamed_mma.h"
 #include "chained/tile_loader.h"
 #include "common/bias.h"
@@ -168,6 +170,8 @@ struct ForwardTraits {
                                         : Output::kForward ? Fp32Split::kExact
                                                            : Fp32Split::kShort;
 
+  static constexpr bool kInParts = Arch::kParts > 1;  // operands in shared memory are bf16 parts of fp32 numbers
+
   // S = Q K^T
   static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
   using QkShape = Gemm<kTileM, kTileN, kQkStep>;
@@ -181,18 +185,23 @@ struct ForwardTraits {
     using QueryLoader = NoLoader;
     using KeyLoader = NoLoader;
   };
+  // kElements: of the operand.
+  template <typename Base, typename SmemIterator, bool kOperandA, int kElements>
+  using LoaderOf = std::conditional_t<kInParts, SplitTileLoader<Base, SmemIterator, kOperandA, kElements>,
+                                      AsyncTileLoader<Base, SmemIterator, kOperandA>>;
   // Both operands by our loaders: resident, or (kTile columns at a time) streamed.
   template <int kTile>
   struct LoadedQk {
     static_assert(Arch::kAsync, "the loaders of the first product use cp.async");
     static constexpr int kStages = kTile / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
-    using Product = ResidentMma<C, kStages, kQkAhead, kScoreSplit>;
+    using Product = std::conditional_t<kInParts, SplitMma<C, kStages, Output::kTransposed>,
+                                       ResidentMma<C, kStages, kQkAhead, kScoreSplit>>;
     using Operator = typename Product::Operator;
     template <typename ThreadMap>
     using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
-    using QueryLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapA>, typename C::SmemIteratorA, true>;
-    using KeyLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapB>, typename C::SmemIteratorB, false>;
+    using QueryLoader = LoaderOf<Base<typename C::IteratorThreadMapA>, typename C::SmemIteratorA, true, kTileM * kTile>;
+    using KeyLoader = LoaderOf<Base<typename C::IteratorThreadMapB>, typename C::SmemIteratorB, false, kTileN * kTile>;
   };
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<Q::kResident>> : LoadedQk<Q::kMaxK> {
@@ -212,9 +221,14 @@ struct ForwardTraits {
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
-  static constexpr bool kFmaScores = Arch::kSplitFp32 && Qk::kResident && Qk::kMaxK <= 32;  // fma_product.h
+  // fma_product.h. In parts: where there are so few products that fp32 rounds less.
+  static constexpr bool kFmaScores = (Arch::kSplitFp32 || kInParts) && Qk::kResident && Qk::kMaxK <= 32;
+  static constexpr int kFmaDepth = kInParts ? 4 : 32;
   using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
-  using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB>;
+  template <int kElements>
+  using Four = std::conditional_t<kInParts, PartsFour<kElements>, PlainFour>;
+  using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB,
+                               Four<kTileM * Qk::kMaxK>, Four<kTileN * Qk::kMaxK>>;
 
   // O += P V
   static constexpr int kPvStep = kTileN < Arch::kPvStep ? kTileN : Arch::kPvStep;
@@ -223,7 +237,7 @@ struct ForwardTraits {
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
   // Backward, fp32: B of the output products is the resident tile that was B of the scores.
   static constexpr int kTransposedB =
-      !Output::kForward && Qk::kResident && std::is_same<Element, float>::value ? Qk::kMaxK : 0;
+      !Output::kForward && Qk::kResident && std::is_same<MmaElement, float>::value ? Qk::kMaxK : 0;
   template <bool kInRegisters, typename = void>
   struct PvOf {
     using Mma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
@@ -231,7 +245,15 @@ struct ForwardTraits {
   };
   template <typename Dummy>
   struct PvOf<true, Dummy> {
-    using Mma = registers::RegisterMma<PvCore, kPvStages, kPvAhead, CoordS>;
+    template <bool kSplit, typename = void>
+    struct Of {
+      using Type = registers::RegisterMma<PvCore, kPvStages, kPvAhead, CoordS>;
+    };
+    template <typename Never>
+    struct Of<true, Never> {
+      using Type = SplitRegisterMma<PvCore, kPvStages, CoordS>;
+    };
+    using Mma = typename Of<kInParts>::Type;
     using Storage = typename Mma::SharedStorage;
   };
   using PvMma = typename PvOf<Output::kWeightsInRegisters>::Mma;
@@ -242,7 +264,8 @@ struct ForwardTraits {
   using ValueLoaderBase =
       TileLoaderBase<Element, typename PvCore::IteratorThreadMapB, kPvStages, StageAlong::kRows, kPvStep, kAlignment>;
   using ValueLoader =
-      std::conditional_t<Arch::kAsync, AsyncTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>,
+      std::conditional_t<Arch::kAsync,
+                         LoaderOf<ValueLoaderBase, typename PvCore::SmemIteratorB, false, kTileN * kValueTile>,
                          RegisterTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>>;
   using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
 
@@ -293,6 +316,14 @@ struct ForwardTraits {
     void* out;  // Element, or fp32 (params.h: Partial)
     float* lse;  // or, of a part of the keys, the sums; null: not wanted
   };
+  // In parts: where the copies of the next key or value block land.
+  template <bool kWanted, typename = void>
+  struct StagingOf {};
+  template <typename Never>
+  struct StagingOf<true, Never> {
+    alignas(16) char bytes[4 * kTileN * (Qk::kMaxK > kValueTile ? Qk::kMaxK : kValueTile)];
+  };
+  using Staging = StagingOf<kInParts>;
   struct SharedStorage : BiasStageOf<kTileM> {
     union {
       typename QkMma::Base::SharedStorage qk;
@@ -303,6 +334,7 @@ struct ForwardTraits {
       std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage,
                          Empty> flush_epilogue;  // P and V are used
     };
+    Staging staging;  // directly behind: the query tile passes through pv and it
     std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage,
                        Empty> epilogue;  // P is still needed
     Scratch scratch;
