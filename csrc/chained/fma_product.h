@@ -1,9 +1,12 @@
-// S = Q K^T by FFMA, from the same shared-memory operands as ResidentMma, for fp32 where K <= 32 or there are few
-// queries. Tensor cores truncate every addend of a step: about one unit in the last place of the sum.
+// fp32 products by FFMA, from the same shared-memory operands as the tensor cores', where there are so few products or
+// queries that single rounding errors show. Tensor cores truncate every addend of a step: about one unit in the last
+// place of the sum.
 #pragma once
 
+#include "chained/acc_coord.h"
 #include "chained/split_parts.h"
 #include "cutlass/cutlass.h"
+#include "cutlass/gemm/threadblock/mma_base.h"
 
 namespace memeff {
 namespace chained {
@@ -91,6 +94,65 @@ struct FmaProduct {
       }
     }
   }
+};
+
+// The second product by FFMA: same use as ResidentMma, A and B in its layouts (fp32).
+template <typename Core, int kStages>
+class FmaMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
+ public:
+  using Base = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
+  using Operator = typename Base::Operator;
+  using FragmentC = typename Operator::FragmentC;
+  using WarpCount = typename Base::WarpCount;
+  using Coord = AccCoord<typename Operator::IteratorC>;
+  static constexpr int kChunk = 16;  // products in one sum
+
+  CUTLASS_DEVICE FmaMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)
+      : Base(storage, thread, warp, lane), a_(storage.operand_A.data()), b_(storage.operand_B.data()), lane_(lane) {
+    row0_ = warp % WarpCount::kM * Operator::Shape::kM;
+    column0_ = warp / WarpCount::kM * Operator::Shape::kN;
+  }
+
+  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 4 must be
+  // zero; those beyond are not touched.
+  CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
+    const auto layout_a = Base::SharedStorage::LayoutA();
+    const auto layout_b = Base::SharedStorage::LayoutB();
+    constexpr int kAll = Core::Shape::kK * kStages;
+    const int end = depth < kAll ? depth : kAll;
+#pragma unroll 1
+    for (int k0 = 0; k0 < end; k0 += kChunk) {
+      PlainSum sums[Coord::kRows][Coord::kColumns];
+#pragma unroll 1
+      for (int k = k0; k < k0 + kChunk && k < end; k += 4) {
+        float rows[Coord::kRows][4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Coord::kRows; ++i) {
+          *reinterpret_cast<float4*>(rows[i]) =
+              *reinterpret_cast<float4 const*>(a_ + layout_a({row0_ + Coord::row(lane_, i), k}));
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Coord::kColumns; ++j) {
+          const int column = column0_ + Coord::column(lane_, j);
+          CUTLASS_PRAGMA_UNROLL
+          for (int d = 0; d < 4; ++d) {
+            const float b = b_[layout_b({k + d, column})];
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < Coord::kRows; ++i) sums[i][j].add(rows[i][d], b);
+          }
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Coord::kRows; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Coord::kColumns; ++j) acc[Coord::index(i, j)] += sums[i][j].value();
+      }
+    }
+  }
+
+ private:
+  float const *a_, *b_;
+  int row0_, column0_, lane_;
 };
 
 }  // namespace chained

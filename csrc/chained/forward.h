@@ -77,6 +77,16 @@ struct ForwardBlock : ForwardTile<Traits> {
     if constexpr (Traits::Output::kWeightsInRegisters) {
       pv(o, s, depth);
     } else {
+      multiply_weights(o, pv, depth);
+    }
+  }
+
+  // TF32: where few queries or keys decide over the result, P is not rounded: eager's error is then that of S and V
+  // alone, and delta, which the backward pass takes from the output, goes with dS, whose P is not rounded either.
+  CUTLASS_DEVICE void multiply_weights(FragmentO& o, PvMma const& pv, int depth) const {
+    if constexpr (Traits::kTf32) {
+      pv(o, depth, n.queries <= 64 || n.keys <= 64);
+    } else {
       pv(o, depth);
     }
   }
@@ -199,19 +209,27 @@ struct ForwardBlock : ForwardTile<Traits> {
     }
   }
 
+  CUTLASS_DEVICE void* staging() const {
+    if constexpr (Traits::kInParts) return smem.scratch.staging;
+    return nullptr;
+  }
+
   CUTLASS_DEVICE void run_resident(FragmentO& o) {
-    auto queries = loader_of<typename Traits::QueryLoader>(smem.qk.operand_A_ref(), &smem.pv);
-    auto keys = loader_of<typename Traits::KeyLoader>(smem.qk.operand_B_ref(), &smem.staging);
-    auto loader = loader_of<typename Traits::ValueLoader>(smem.pv.operand_B_ref(), &smem.staging);
+    auto queries = loader_of<typename Traits::QueryLoader>(smem.qk.operand_A_ref(), smem.qk.operand_B.data());
+    auto keys = loader_of<typename Traits::KeyLoader>(smem.qk.operand_B_ref(), staging());
+    auto loader = loader_of<typename Traits::ValueLoader>(smem.pv.operand_B_ref(), staging());
     const QkMma qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
     if (keys_begin < keys_end) {
       queries.start(query, p.query.stride_m, rows, p.head_dim);
       if constexpr (Traits::kInParts) {
+        static_assert(Traits::QueryLoader::kStagingBytes <=
+                          sizeof(smem.qk.operand_B) + sizeof(smem.pv) + sizeof(smem.scratch.staging),
+                      "the query tile passes through the place of the keys, the values and their staging area");
         cutlass::arch::cp_async_fence();
         cutlass::arch::cp_async_wait<0>();
         queries.finish();
-        __syncthreads();  // every thread has read its queries where the keys land
+        __syncthreads();  // every thread has read its queries there
       }
       keys.start(key_at(keys_begin), p.key.stride_m, keys_end - keys_begin, p.head_dim);
       cutlass::arch::cp_async_fence();
@@ -243,11 +261,13 @@ struct ForwardBlock : ForwardTile<Traits> {
         __syncwarp();  // a warp reads only the rows of P that it wrote
       }
       accumulate(o, s, pv, alpha, keys_end - key0);
-      if constexpr (kFlush) {
-        const int done = key0 + kTileN;
-        if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
-      }
+      if constexpr (kFlush) flush_now_and_then(o, key0);
     }
+  }
+
+  CUTLASS_DEVICE void flush_now_and_then(FragmentO& o, int key0) {
+    const int done = key0 + kTileN;
+    if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
   }
 
   // fp32: adds O to the output and starts it anew.
@@ -301,6 +321,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       } else {
         accumulate(o, s, pv, alpha, keys_end - key0);
       }
+      if constexpr (kFlush) flush_now_and_then(o, key0);
     }
   }
 
@@ -330,7 +351,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       __syncthreads();  // V's tile is there
       FragmentO o;
       o.clear();
-      pv(o, keys_end - key0);
+      multiply_weights(o, pv, keys_end - key0);
       store_output(o, smem.epilogue, column0, key0 > keys_begin);
       __syncthreads();  // every warp is done with V's tile and the epilogue's storage
     }

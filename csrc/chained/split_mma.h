@@ -20,11 +20,12 @@ namespace chained {
 // columns, so that the step's own sums need few registers: eight instructions wide, enough to hide their latency.
 // kTransposed: parts of A and B exchange their places in the order of sums, which gives the bits of kTransposed = false
 // for B^T A^T.
-template <typename Operator_, bool kTransposed>
+// kAsked: columns of a chunk, 0: as many as pay.
+template <typename Operator_, bool kTransposed, int kAsked = 0>
 struct SplitStep {
   using Operator = Operator_;
   using Shape = typename Operator::Shape;
-  static constexpr int kWanted = Shape::kM >= 32 || Shape::kN >= 256 ? 32 : 64;
+  static constexpr int kWanted = kAsked > 0 ? kAsked : Shape::kM >= 32 || Shape::kN >= 256 ? 32 : 64;
   static constexpr int kColumns = Shape::kN < kWanted ? Shape::kN : kWanted;
   static constexpr int kChunks = Shape::kN / kColumns;
   static_assert(Shape::kN % kColumns == 0, "chunks must fill the warp tile");
@@ -49,7 +50,8 @@ struct SplitStep {
   }
 
   // Columns [chunk * kColumns, + kColumns) of acc += A B.
-  CUTLASS_DEVICE static void add(FragmentC& acc, FragmentA const (&a)[kParts], FragmentB const (&b)[kParts],
+  template <typename Accumulators>
+  CUTLASS_DEVICE static void add(Accumulators& acc, FragmentA const (&a)[kParts], FragmentB const (&b)[kParts],
                                  int chunk) {
     constexpr int kLeft[6] = {0, 2, 1, 0, 1, 0}, kRight[6] = {2, 0, 1, 1, 0, 0};
     typename Chunk::FragmentC sum;
@@ -136,52 +138,58 @@ class SplitMma {
   typename Step::IteratorB b_;
 };
 
-// acc += P B, P = the accumulators of a product whose warps own whole rows of the block of B's rows. CoordS: their
-// AccCoord.
+// acc += P B, P = the accumulators of a product whose warps lie in a grid of WarpCount. CoordS: their AccCoord. Where
+// kShares = WarpCount::kN > 1 warps share rows of P, each contracts its own columns of P over all columns of B: `Wide`
+// holds the sums of the warp's rows and all columns, and the warps of a row add theirs up once, at the end (share).
 template <typename Core, int kStages, typename CoordS>
 class SplitRegisterMma {
-  using Stock = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
-
  public:
-  using Operator = typename Stock::Operator;
+  using Base = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
+  using Operator = typename Base::Operator;
   using FragmentC = typename Operator::FragmentC;
-  using WarpCount = typename Stock::WarpCount;
-  using Step = SplitStep<Operator, false>;
-  static constexpr int kPartB = Stock::SharedStorage::ShapeB::kCount;
-  static constexpr int kGroups = Stock::kWarpGemmIterations * kStages;
-  static_assert(CoordS::kQuadCells && WarpCount::kN == 1 && 4 * kGroups == CoordS::kColumns,
-                "S as m16n8 accumulators of warps that own whole rows");
+  using WarpCount = typename Base::WarpCount;
+  static constexpr int kShares = WarpCount::kN;
+  using Wide = cutlass::Array<float, kShares * FragmentC::kElements>;
+  using Step = SplitStep<Operator, false, kShares == 1 ? 0 : 32>;
+  static constexpr int kChunks = kShares * Step::kChunks;
+  static constexpr int kPartB = Base::SharedStorage::ShapeB::kCount;
+  static constexpr int kGroupsPerStage = Base::kWarpGemmIterations;
+  static constexpr int kGroups = CoordS::kColumns / 4;  // of 16 rows of B, those of one warp
+  static_assert(CoordS::kQuadCells && kGroups * kShares == kGroupsPerStage * kStages, "S as m16n8 accumulators");
+  static_assert(kShares == 1 || kGroupsPerStage % kGroups == 0, "a warp's rows of B lie within one stage");
 
   // Operand B alone.
   struct SharedStorage {
     cutlass::AlignedBuffer<cutlass::bfloat16_t, kParts * kPartB> operand_B;
-    CUTLASS_DEVICE typename Stock::TensorRefB operand_B_ref() {
-      return {operand_B.data(), Stock::SharedStorage::LayoutB()};
+    CUTLASS_DEVICE typename Base::TensorRefB operand_B_ref() {
+      return {operand_B.data(), Base::SharedStorage::LayoutB()};
     }
   };
 
   CUTLASS_DEVICE SplitRegisterMma(SharedStorage& storage, int thread, int warp, int lane)
       : SplitRegisterMma(storage.operand_B_ref(), thread, warp, lane) {}
-  CUTLASS_DEVICE SplitRegisterMma(typename Stock::TensorRefB b, int, int, int lane) : b_(b, lane) {}
+  CUTLASS_DEVICE SplitRegisterMma(typename Base::TensorRefB b, int, int warp, int lane)
+      : b_(b, lane), group0_(warp / WarpCount::kM * kGroups) {
+    b_.add_tile_offset({group0_, 0});
+  }
 
   // Rows of B from depth up to the next multiple of 16 must be zero; those beyond are not touched.
   template <typename FragmentS>
-  CUTLASS_DEVICE void operator()(FragmentC& acc, FragmentS const& s, int depth) const {
-    typename Step::IteratorB b[Step::kChunks];
+  CUTLASS_DEVICE void operator()(Wide& acc, FragmentS const& s, int depth) const {
+    typename Step::IteratorB b[kChunks];
     CUTLASS_PRAGMA_UNROLL
-    for (int chunk = 0; chunk < Step::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       b[chunk] = b_;
       b[chunk].add_tile_offset({0, chunk});
     }
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kGroups; ++group) {
-      if (group * Step::kGroupK >= depth) return;
+      if ((group0_ + group) * Step::kGroupK >= depth) return;
       typename Step::FragmentA parts_a[kParts];
       split_weights(parts_a, s, group);
       CUTLASS_PRAGMA_UNROLL
-      for (int chunk = 0; chunk < Step::kChunks; ++chunk) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
         typename Step::FragmentB parts_b[kParts];
-        b[chunk].set_kgroup_index(group % Stock::kWarpGemmIterations);
         Step::template load<kPartB>(b[chunk], parts_b);
         ++b[chunk];
         Step::add(acc, parts_a, parts_b, chunk);
@@ -189,8 +197,45 @@ class SplitRegisterMma {
     }
   }
 
+  // Elements of shared memory that share() needs.
+  static constexpr int kShareElements = WarpCount::kCount * (kShares - 1) * FragmentC::kElements * 32;
+
+  // The sum over the warps of a row, each of which takes its part of the columns, in the order of the warps. Barriers
+  // before and after are the caller's.
+  CUTLASS_DEVICE static void share(FragmentC& mine, Wide const& all, float* memory, int warp, int lane) {
+    const int row = warp % WarpCount::kM, own = warp / WarpCount::kM;
+    // [row][of whom][for whom, without itself][element][lane]
+    const auto place = [&](int from, int to) {
+      const int number = (row * kShares + from) * (kShares - 1) + (to > from ? to - 1 : to);
+      return memory + number * FragmentC::kElements * 32 + lane;
+    };
+    CUTLASS_PRAGMA_UNROLL
+    for (int to = 0; to < kShares; ++to) {
+      if (to == own) continue;
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < FragmentC::kElements; ++e) place(own, to)[e * 32] = all[to * FragmentC::kElements + e];
+    }
+    if (kShares > 1) __syncthreads();
+    mine.clear();
+    CUTLASS_PRAGMA_UNROLL
+    for (int from = 0; from < kShares; ++from) {
+      if (from == own) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int part = 0; part < kShares; ++part) {  // not indexed by `own`: registers
+          if (part != own) continue;
+          CUTLASS_PRAGMA_UNROLL
+          for (int e = 0; e < FragmentC::kElements; ++e) mine[e] += all[part * FragmentC::kElements + e];
+        }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < FragmentC::kElements; ++e) mine[e] += place(from, own)[e * 32];
+      }
+    }
+  }
+
  private:
   typename Step::IteratorB b_;
+  int group0_;
 
   // Columns 16 group .. of P as operand A of m16n8k16 (register/register_mma.h has the picture).
   template <typename FragmentS>

@@ -240,7 +240,8 @@ struct ForwardTraits {
       !Output::kForward && Qk::kResident && std::is_same<MmaElement, float>::value ? Qk::kMaxK : 0;
   template <bool kInRegisters, typename = void>
   struct PvOf {
-    using Mma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
+    using Mma = std::conditional_t<Qk::kCompensated, FmaMma<PvCore, kPvStages>,
+                                   ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>>;
     using Storage = typename Mma::Base::SharedStorage;
   };
   template <typename Dummy>
@@ -256,7 +257,14 @@ struct ForwardTraits {
     using Mma = typename Of<kInParts>::Type;
     using Storage = typename Mma::SharedStorage;
   };
-  using PvMma = typename PvOf<Output::kWeightsInRegisters>::Mma;
+  // In parts the backward pass keeps P and dS in registers too.
+  static constexpr bool kWeightsInRegisters = Output::kWeightsInRegisters || (kInParts && !Output::kForward);
+  using PvMma = typename PvOf<kWeightsInRegisters>::Mma;
+  template <typename Mma, typename = void>
+  struct IsTf32 : std::false_type {};
+  template <typename Mma>
+  struct IsTf32<Mma, std::enable_if_t<Mma::kTf32>> : std::true_type {};
+  static constexpr bool kTf32 = IsTf32<PvMma>::value;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
   static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,
@@ -282,7 +290,8 @@ struct ForwardTraits {
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
   // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
   // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
-  static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident && Output::kForward ? 1024 : 0;
+  static constexpr int kFlushKeys =
+      std::is_same<Element, float>::value && (Qk::kResident || Qk::kCompensated) && Output::kForward ? 1024 : 0;
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
@@ -292,7 +301,10 @@ struct ForwardTraits {
   static_assert(!Output::kInMemory || std::is_same<Element, float>::value,
                 "the output is the accumulator: it must be fp32");
 
-  using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
+  // Few queries, and K so small that nothing is aligned (K = 1): softmax.h, exp2_nearest.
+  static constexpr bool kNearestExp =
+      Qk::kCompensated || (kInParts && Qk::kResident && Qk::kMaxK <= 32 && kAlignment == 1);
+  using Exponent = std::conditional_t<kBias, PlainLogitsOf<kNearestExp>, FoldedScaleOf<kNearestExp>>;
 
   struct Empty {};
   // The bias passes through shared memory: tiles of 64 keys of 16 bits, where that leaves as many blocks an SM. fp32
@@ -303,10 +315,17 @@ struct ForwardTraits {
   static constexpr int kBiasRowBytes = bias_row_bytes(2);
   template <int kQueries, int kRowBytes = kBiasRowBytes>
   using BiasStageOf = std::conditional_t<kStageBias, BiasStage<kQueries, kRowBytes>, Empty>;
+  // In parts: where the copies of the next key or value block land.
+  template <bool kWanted, typename = void>
+  struct StagingOf {};
+  template <typename Never>
+  struct StagingOf<true, Never> {
+    alignas(16) char staging[4 * kTileN * (Qk::kMaxK > kValueTile ? Qk::kMaxK : kValueTile)];
+  };
   struct SourceScale {
     float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
-  struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
+  struct Scratch : StagingOf<kInParts>, std::conditional_t<kHasSource, SourceScale, Empty> {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
     // Kept here, not in registers.
@@ -316,28 +335,19 @@ struct ForwardTraits {
     void* out;  // Element, or fp32 (params.h: Partial)
     float* lse;  // or, of a part of the keys, the sums; null: not wanted
   };
-  // In parts: where the copies of the next key or value block land.
-  template <bool kWanted, typename = void>
-  struct StagingOf {};
-  template <typename Never>
-  struct StagingOf<true, Never> {
-    alignas(16) char bytes[4 * kTileN * (Qk::kMaxK > kValueTile ? Qk::kMaxK : kValueTile)];
-  };
-  using Staging = StagingOf<kInParts>;
   struct SharedStorage : BiasStageOf<kTileM> {
     union {
       typename QkMma::Base::SharedStorage qk;
       typename Epilogue::SharedStorage last_epilogue;  // after the last key block
     };
     union {
-      typename PvOf<Output::kWeightsInRegisters>::Storage pv;
+      typename PvOf<kWeightsInRegisters>::Storage pv;
       std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage,
                          Empty> flush_epilogue;  // P and V are used
     };
-    Staging staging;  // directly behind: the query tile passes through pv and it
     std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage,
                        Empty> epilogue;  // P is still needed
-    Scratch scratch;
+    Scratch scratch;  // in parts, directly behind: the query tile passes through the keys' place, pv and the staging area
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");
