@@ -391,24 +391,37 @@ SM80_16_UNALIGNED = [
     Shape("unaligned", (64, 64, 128), (32, 32, 64), "streamed:2", 58192, alignment=1, blocks=2,
           spills=BOTH),
 ]  # fmt: skip
-# Ampere and later, fp32 (3xTF32) and TF32. cp.async moves single fp32 elements, so unaligned data
-# takes the same tiles.
+# Ampere and later, fp32 and TF32. cp.async moves single fp32 elements, so unaligned data takes the
+# same tiles. fp32 up to K = 128 on bf16 tensor cores, in three parts; wider ones by 3xTF32.
 SM80_F32_FEW = [
     Shape(
-        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
-        max_m=16, blocks=3,
+        "few", (16, 64, 128), (16, 16, 32), "compensated:2", 57808, alignment=1, max_m=16,
+        blocks=3,
     ),
 ]  # fmt: skip
-SM80_F32 = [
+SM80_F32_SPLIT = [
+    Shape("k32", (128, 32, 32), (32, 32, 32), "resident:32", 42592, 32, blocks=2, **REGISTER),
+    Shape("k64", (128, 32, 64), (32, 32, 64), "resident:64", 83552, 64, blocks=2, **REGISTER),
+    Shape("k128", (64, 32, 128), (16, 32, 128), "resident:128", 115552, 128, blocks=2, **REGISTER),
+    Shape("k32_u", (128, 32, 32), (32, 32, 32), "resident:32", 42592, 32, alignment=1, blocks=2,
+          **REGISTER),
+    Shape("k64_u", (128, 32, 64), (32, 32, 64), "resident:64", 83552, 64, alignment=1, blocks=2,
+          **REGISTER),
+    Shape("k128_u", (64, 32, 128), (16, 32, 128), "resident:128", 115552, 128, alignment=1,
+          blocks=2, **REGISTER),
+]  # fmt: skip
+SM80_TF32 = [
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, blocks=2, spills=BOTH),
     Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 99920, 64, spills=BOTH),
     Shape("k96", (64, 64, 96), (16, 64, 96), "resident:96", 90960, 96, blocks=2, bias=NO_BIAS),
     Shape("k128", (128, 64, 128), (32, 32, 64), "resident:128", 165968, 128, spills=BIAS),
-    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214608, 256),
-    Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, in_memory=True),
     Shape("k32_u", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, alignment=1, blocks=2,
           spills=BOTH),
     Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66640, 64, alignment=1, blocks=2),
+]  # fmt: skip
+SM80_F32 = [
+    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214608, 256),
+    Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, in_memory=True),
     Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1,
           in_memory=True),
 ]  # fmt: skip
@@ -454,11 +467,17 @@ SM80_16_FULL_UNALIGNED = [
 ]  # fmt: skip
 SM80_F32_FEW_FULL = [
     Shape(
-        "few", (16, 64, 64), (16, 16, 16), "compensated:2", 43728, alignment=1, in_memory=True,
-        max_m=16, blocks=3, bias=BIAS, full=True,
+        "few", (16, 64, 128), (16, 16, 32), "compensated:2", 57808, alignment=1, max_m=16,
+        blocks=3,
+        bias=BIAS, full=True,
     ),
 ]  # fmt: skip
-SM80_F32_FULL = [
+SM80_F32_SPLIT_FULL = [
+    replace(shape, suffix=shape.suffix[:-2], bias=BIAS, full=True)
+    for shape in SM80_F32_SPLIT
+    if shape.alignment == 1
+]
+SM80_TF32_FULL = [
     Shape(
         "k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, alignment=1, blocks=2,
         bias=BIAS, full=True, spills=BIAS,
@@ -467,6 +486,8 @@ SM80_F32_FULL = [
         "k64", (128, 64, 64), (32, 64, 64), "resident:64", 99920, 64, alignment=1, bias=BIAS,
         full=True, spills=BIAS,
     ),
+]  # fmt: skip
+SM80_F32_FULL = [
     Shape(
         "any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1, in_memory=True,
         bias=BIAS, full=True,
@@ -543,7 +564,33 @@ GRADIENTS_SM80_F32_FEW = [  # scores as the forward's row "few" has them
         "few", (16, 64, 64), (16, 16, 16), "compensated:2", (41920, 41936), alignment=1, max_m=16,
     ),
 ]  # fmt: skip
-GRADIENTS_SM80_F32 = [
+# 227 KB a block: H100, H200. Then 163 KB: A100. Then 99 KB: sm86, sm89.
+GRADIENTS_SM80_F32_SPLIT = [
+    Gradient(
+        "k32", (64, 64, 32), (16, 64, 32), "resident:32", (58496, 58496), 32, blocks=(2, 2),
+    ),
+    Gradient(
+        "k64", (128, 64, 64), (16, 64, 64), "resident:64", (166016,), 64, kinds=PLAIN,
+    ),
+    Gradient(
+        "k64_small", (64, 32, 64), (16, 32, 64), "resident:64", (83072, 83072), 64, blocks=(2, 2),
+    ),
+    Gradient(
+        "k128", (64, 64, 128), (16, 32, 64), "resident:128", (230528,), 128, kinds=PLAIN,
+        spills=True,
+    ),
+    Gradient(
+        "k128_small", (32, 32, 128), (16, 16, 64), "resident:128", (115328, 115328), 128,
+        spills=True,
+    ),
+]  # fmt: skip
+GRADIENTS_SM80_F32_SPLIT += [
+    replace(shape, suffix=name, alignment=1)
+    for shape in GRADIENTS_SM80_F32_SPLIT
+    for name in [{"k32": "k32_u", "k64_small": "k64_u", "k128_small": "k128_u"}.get(shape.suffix)]
+    if name
+]
+GRADIENTS_SM80_TF32 = [
     Gradient(
         "k32", (64, 64, 32), (16, 64, 32), "resident:32", (66688, 66704), 32, blocks=(2, 2),
         spills=True,
@@ -556,12 +603,10 @@ GRADIENTS_SM80_F32 = [
         "k128", (32, 64, 128), (32, 16, 32), "resident:128", (115712,), 128, blocks=(2, 2),
         kinds=PLAIN,
     ),
+]  # fmt: skip
+GRADIENTS_SM80_F32 = [
     Gradient(
         "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115840,), kinds=PLAIN, spills=True
-    ),
-    Gradient(  # scores as the forward's rows of K <= 32 have them
-        "k32_u", (64, 64, 32), (16, 64, 32), "resident:32", (66688, 66704), 32, alignment=1,
-        blocks=(2, 2), spills=True,
     ),
     Gradient(
         "any", (64, 64, 64), (32, 32, 32), "streamed:3", (66688, 66704), alignment=1, spills=True
@@ -588,8 +633,9 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
-    *variants(SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_TF32 + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
     *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
+    *variants(SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM75, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(SM70, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
@@ -601,8 +647,9 @@ VARIANTS: list[Variant] = [
     *variants(
         SM80_16_FULL_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)
     ),
-    *variants(SM80_F32_FULL, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_TF32_FULL + SM80_F32_FULL, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
     *variants(SM80_F32_FEW_FULL, "sm80", "Sm80Fp32", "f32", (80, 999)),
+    *variants(SM80_F32_SPLIT_FULL, "sm80", "Sm80Split", "f32", (80, 999)),
     *variants(SM80_F32_FULL, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(HMMA_FULL, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(HMMA_FULL, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
@@ -618,8 +665,11 @@ VARIANTS: list[Variant] = [
     *gradients(
         GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)
     ),
-    *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *gradients(
+        GRADIENTS_SM80_TF32 + GRADIENTS_SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"
+    ),
     *gradients(GRADIENTS_SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
+    *gradients(GRADIENTS_SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
     *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *gradients(GRADIENTS_HMMA, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *gradients(GRADIENTS_HMMA, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

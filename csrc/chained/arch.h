@@ -30,6 +30,7 @@ using Gemm = cutlass::gemm::GemmShape<kM, kN, kK>;
 //   kPvChunk         0, or stages of the second product summed from zero and then added
 //   kQkChunk         0, or columns of K summed from zero and then added: a stock loop's one long sum rounds K times
 //   kOwnStream       K beyond the resident tiles: StreamedMma in place of EarlyStart over a stock main loop
+//   kParts           of an operand in shared memory: 1, or fp32 as three bf16 numbers (split_parts.h)
 //   kSimt            FFMA; operand A is column-major in shared memory, the epilogue stores single elements
 
 // Ampere and later. 16-bit: m16n8k16. fp32: 3xTF32 (kTf32 = false) or TF32, m16n8k8.
@@ -48,6 +49,7 @@ struct Sm80 {
   static constexpr bool kOwnStream = false;
   static constexpr int kQkChunk = 0;
   static constexpr int kPvChunk = 0;
+  static constexpr int kParts = 1;
   static constexpr bool kSimt = false;
 };
 
@@ -64,6 +66,12 @@ struct Sm80Float : Sm80<float> {
 };
 using Sm80Fp32 = Sm80Float<true>;
 using Sm80Tf32 = Sm80Float<false>;
+
+// fp32 on bf16 tensor cores: K of the resident tiles only.
+struct Sm80Split : Sm80<cutlass::bfloat16_t> {
+  using Element = float;
+  static constexpr int kParts = 3;
+};
 
 // 16-bit data that cp.async cannot move (alignment of one element): the same products, loads through registers.
 template <typename T>

@@ -85,6 +85,27 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
     for (int e = 0; e < FragmentS::kElements; ++e) sum[e] += ds[e];
   }
   CUTLASS_DEVICE void load_item(Item const& item, int buffer) const {
+    if constexpr (Traits::kInParts) {
+      load_parts(item);
+    } else {
+      load_pairs(item, buffer);
+    }
+  }
+  // One operand after the other through one staging area, in which every thread has words of its own.
+  CUTLASS_DEVICE void load_parts(Item const& item) const {
+    auto& owner = smem.operands.owner[0];
+    auto& loop = smem.operands.loop[0];
+    load_operand<typename Traits::QueryLoader>(item.owner.first, Tile::score_a(owner.first));
+    load_operand<typename Traits::QueryLoader>(item.owner.second, Tile::score_a(owner.second));
+    load_operand<typename Traits::KeyLoader>(item.loop.first, Tile::score_b(loop.first));
+    load_operand<typename Traits::KeyLoader>(item.loop.second, Tile::score_b(loop.second));
+  }
+  template <typename Loader, typename Ref>
+  CUTLASS_DEVICE void load_operand(TileSource<typename Traits::Element> const& from, Ref to) const {
+    this->template start_parts<Loader>(from, to, smem.operands.staging);
+    this->template finish_parts<Loader>(to, smem.operands.staging);
+  }
+  CUTLASS_DEVICE void load_pairs(Item const& item, int buffer) const {
     this->load_owner(item.owner, buffer);
     this->load_loop(item.loop, buffer);
     cutlass::arch::cp_async_fence();

@@ -8,6 +8,7 @@
 #include "chained/backward_bias.h"
 #include "chained/backward_short.h"
 #include "chained/launch.h"
+#include "chained/split_backward.h"
 #include "status.h"
 
 namespace memeff {
@@ -22,6 +23,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     BackwardBiasBlock<Traits>(args, smem).run();
   } else if constexpr (Traits::kWhat == Gradient::kAll) {
     BackwardShortBlock<Traits>(args, smem).run();
+  } else if constexpr (Traits::kInParts) {
+    SplitBackwardBlock<Traits>(args, smem).run();
   } else {
     BackwardBlock<Traits>(args, smem).run();
   }

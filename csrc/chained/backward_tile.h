@@ -188,15 +188,26 @@ struct BackwardTile {
     first.start(side.first.data, side.first.row_stride, side.rows, f.head_dim);
     second.start(side.second.data, side.second.row_stride, side.rows, f.value_dim);
   }
+  // In parts, one operand at a time by way of `place`: its copies start, and are split once they have landed.
+  template <typename Loader, typename Ref>
+  CUTLASS_DEVICE void start_parts(Source const& from, Ref to, void* place) const {
+    Loader(to, place, thread).start(from.data, from.row_stride, from.rows, from.columns);
+    cutlass::arch::cp_async_fence();
+  }
+  template <typename Loader, typename Ref>
+  CUTLASS_DEVICE void finish_parts(Ref to, void* place) const {
+    cutlass::arch::cp_async_wait<0>();
+    Loader(to, place, thread).finish();
+  }
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer, int owner_buffer = 0) const {
     auto& loop = smem.operands.loop[buffer];
     auto& owner = smem.operands.owner[owner_buffer];
     const auto a1 = score_a(owner.first), a2 = score_a(owner.second);
     const auto b1 = score_b(loop.first), b2 = score_b(loop.second);
     s.clear();
-    if constexpr (Traits::kFmaScores) {  // as in the forward kernels
-      multiply_by_fma(s, a1, b1, f.head_dim);
-    } else {
+    if (Traits::kFmaScores && f.head_dim <= Traits::kFmaDepth) {  // as in the forward kernels
+      if constexpr (Traits::kFmaScores) multiply_by_fma(s, a1, b1, f.head_dim);
+    } else if constexpr (!Traits::kFmaScores || Traits::kFmaDepth < Traits::Qk::kMaxK) {
       const QkMma scores(a1, b1, thread, warp, lane);
       scores(s, f.head_dim);
     }
@@ -236,7 +247,7 @@ struct BackwardTile {
     float t = Traits::kBias ? s - lse : __fmaf_rn(s, args.exponent, -lse);
     if constexpr (Traits::kLow) t -= smem.lse_low[statistic];
     t = t > 0.f ? 0.f : t;  // P <= 1 whatever S rounds to (docs/decisions.md); NaN stays
-    return ptx::exp2_approx(Traits::kBias ? t * kLog2e : t);
+    return exp2_of<Traits::kNearestExp>(Traits::kBias ? t * kLog2e : t);
   }
 
   // The address of the bias of a query and a key.

@@ -121,7 +121,21 @@ struct BackwardTraits
   struct SecondOperand<true, Dummy> {
     decltype(OutStorage::operand_A) p;
   };
-  struct ResidentStorage : ResidentOperands<QkMma>, FirstOperand<kFirst>, SecondOperand<kSecond> {};
+  // In parts: the copies of one operand land here, directly behind the loop's operands.
+  static constexpr int kOwnerBytes = 4 * Chain::kTileM * Chain::kValueTile;  // of one operand in global memory
+  static constexpr int kLoopBytes = 4 * Chain::kTileN * Chain::kValueTile;
+  static_assert(!Chain::kInParts || 2 * kOwnerBytes <= 4 * kLoopBytes,
+                "the owner's copies pass through the loop's operands and the staging area");
+  template <bool kWanted, typename = void>
+  struct StagingPart {};
+  template <typename Dummy>
+  struct StagingPart<true, Dummy> {
+    alignas(16) char staging[kWhat == Gradient::kBias && kOwnerBytes > kLoopBytes ? kOwnerBytes : kLoopBytes];
+  };
+  struct ResidentStorage : ResidentOperands<QkMma>,
+                           StagingPart<Chain::kInParts>,
+                           FirstOperand<kFirst && !Chain::kInParts>,
+                           SecondOperand<kSecond && !Chain::kInParts> {};
   struct StreamedStorage {
     QkStorage qk;
     std::conditional_t<kWhat == Gradient::kBias, Empty, OutStorage> out;

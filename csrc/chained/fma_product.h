@@ -1,8 +1,12 @@
-// S = Q K^T by FFMA, from the same shared-memory operands as ResidentMma, for fp32 where K <= 32 or there are few
-// queries. Tensor cores truncate every addend of a step: about one unit in the last place of the sum.
+// fp32 products by FFMA, from the same shared-memory operands as the tensor cores', where there are so few products or
+// queries that single rounding errors show. Tensor cores truncate every addend of a step: about one unit in the last
+// place of the sum.
 #pragma once
 
+#include "chained/acc_coord.h"
+#include "chained/split_parts.h"
 #include "cutlass/cutlass.h"
+#include "cutlass/gemm/threadblock/mma_base.h"
 
 namespace memeff {
 namespace chained {
@@ -30,27 +34,35 @@ struct CompensatedSum {
   CUTLASS_DEVICE float value() const { return __fadd_rn(sum, error); }
 };
 
-// Coord: AccCoord of S. The operands' layouts keep four consecutive k of a row (query or key) in 16 bytes; their tail
-// in K is zero-filled.
-template <typename Coord, typename LayoutA, typename LayoutB>
+// Four consecutive k of a row (query or key), as an operand's layout keeps them side by side.
+struct PlainFour {
+  CUTLASS_DEVICE static float4 load(float const* from) { return *reinterpret_cast<float4 const*>(from); }
+};
+template <int kPart>
+struct PartsFour {
+  CUTLASS_DEVICE static float4 load(cutlass::bfloat16_t const* from) { return join_four<kPart>(from); }
+};
+
+// Coord: AccCoord of S. The operands' tail in K is zero-filled.
+template <typename Coord, typename LayoutA, typename LayoutB, typename FourA = PlainFour, typename FourB = PlainFour>
 struct FmaProduct {
   static constexpr int kChunk = 16;                                         // products in one PlainSum
   static constexpr int kBlock = Coord::kColumns < 8 ? Coord::kColumns : 8;  // columns at a time: fewer sums live
 
   // sums[i][j] takes in columns [k, k + 4) of row i's query and the key in column j0 + j.
-  template <typename Sum>
-  CUTLASS_DEVICE static void add_four(Sum (&sums)[Coord::kRows][kBlock], float const* a, LayoutA const& layout_a,
-                                      float const* b, LayoutB const& layout_b, int row0, int column0, int lane, int j0,
-                                      int k) {
+  template <typename Sum, typename Element>
+  CUTLASS_DEVICE static void add_four(Sum (&sums)[Coord::kRows][kBlock], Element const* a, LayoutA const& layout_a,
+                                      Element const* b, LayoutB const& layout_b, int row0, int column0, int lane,
+                                      int j0, int k) {
     float4 rows[Coord::kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Coord::kRows; ++i) {
-      rows[i] = *reinterpret_cast<float4 const*>(a + layout_a({row0 + Coord::row(lane, i), k}));
+      rows[i] = FourA::load(a + layout_a({row0 + Coord::row(lane, i), k}));
     }
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kBlock; ++j) {
       const int column = column0 + Coord::column(lane, j0 + j);
-      const float4 key = *reinterpret_cast<float4 const*>(b + layout_b({k, column}));
+      const float4 key = FourB::load(b + layout_b({k, column}));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Coord::kRows; ++i) {
         sums[i][j].add(rows[i].x, key.x);
@@ -62,8 +74,8 @@ struct FmaProduct {
   }
 
   // acc += A B over `depth` columns of K, in sums of kChunk products.
-  template <typename Fragment>
-  CUTLASS_DEVICE static void add(Fragment& acc, float const* a, LayoutA const& layout_a, float const* b,
+  template <typename Fragment, typename Element>
+  CUTLASS_DEVICE static void add(Fragment& acc, Element const* a, LayoutA const& layout_a, Element const* b,
                                  LayoutB const& layout_b, int row0, int column0, int lane, int depth) {
     CUTLASS_PRAGMA_UNROLL
     for (int j0 = 0; j0 < Coord::kColumns; j0 += kBlock) {
@@ -82,6 +94,65 @@ struct FmaProduct {
       }
     }
   }
+};
+
+// The second product by FFMA: same use as ResidentMma, A and B in its layouts (fp32).
+template <typename Core, int kStages>
+class FmaMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
+ public:
+  using Base = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
+  using Operator = typename Base::Operator;
+  using FragmentC = typename Operator::FragmentC;
+  using WarpCount = typename Base::WarpCount;
+  using Coord = AccCoord<typename Operator::IteratorC>;
+  static constexpr int kChunk = 16;  // products in one sum
+
+  CUTLASS_DEVICE FmaMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)
+      : Base(storage, thread, warp, lane), a_(storage.operand_A.data()), b_(storage.operand_B.data()), lane_(lane) {
+    row0_ = warp % WarpCount::kM * Operator::Shape::kM;
+    column0_ = warp / WarpCount::kM * Operator::Shape::kN;
+  }
+
+  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 4 must be
+  // zero; those beyond are not touched.
+  CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
+    const auto layout_a = Base::SharedStorage::LayoutA();
+    const auto layout_b = Base::SharedStorage::LayoutB();
+    constexpr int kAll = Core::Shape::kK * kStages;
+    const int end = depth < kAll ? depth : kAll;
+#pragma unroll 1
+    for (int k0 = 0; k0 < end; k0 += kChunk) {
+      PlainSum sums[Coord::kRows][Coord::kColumns];
+#pragma unroll 1
+      for (int k = k0; k < k0 + kChunk && k < end; k += 4) {
+        float rows[Coord::kRows][4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Coord::kRows; ++i) {
+          *reinterpret_cast<float4*>(rows[i]) =
+              *reinterpret_cast<float4 const*>(a_ + layout_a({row0_ + Coord::row(lane_, i), k}));
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Coord::kColumns; ++j) {
+          const int column = column0_ + Coord::column(lane_, j);
+          CUTLASS_PRAGMA_UNROLL
+          for (int d = 0; d < 4; ++d) {
+            const float b = b_[layout_b({k + d, column})];
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < Coord::kRows; ++i) sums[i][j].add(rows[i][d], b);
+          }
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Coord::kRows; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Coord::kColumns; ++j) acc[Coord::index(i, j)] += sums[i][j].value();
+      }
+    }
+  }
+
+ private:
+  float const *a_, *b_;
+  int row0_, column0_, lane_;
 };
 
 }  // namespace chained

@@ -77,6 +77,16 @@ struct ForwardBlock : ForwardTile<Traits> {
     if constexpr (Traits::Output::kWeightsInRegisters) {
       pv(o, s, depth);
     } else {
+      multiply_weights(o, pv, depth);
+    }
+  }
+
+  // TF32: where few queries or keys decide over the result, P is not rounded: eager's error is then that of S and V
+  // alone, and delta, which the backward pass takes from the output, goes with dS, whose P is not rounded either.
+  CUTLASS_DEVICE void multiply_weights(FragmentO& o, PvMma const& pv, int depth) const {
+    if constexpr (Traits::kTf32) {
+      pv(o, depth, n.queries <= 64 || n.keys <= 64);
+    } else {
       pv(o, depth);
     }
   }
@@ -178,29 +188,56 @@ struct ForwardBlock : ForwardTile<Traits> {
 
   CUTLASS_DEVICE void multiply_scores(FragmentS& s, QkMma const& qk) const {
     if constexpr (Traits::kFmaScores) {
-      auto a = smem.qk.operand_A_ref();
-      auto b = smem.qk.operand_B_ref();
-      Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
-                             p.head_dim);
+      if (p.head_dim <= Traits::kFmaDepth) {
+        auto a = smem.qk.operand_A_ref();
+        auto b = smem.qk.operand_B_ref();
+        Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,
+                               p.head_dim);
+        return;
+      }
+    }
+    qk(s, p.head_dim);
+  }
+
+  // What fills an operand; `place`: where its copies land first, if they are split on the way.
+  template <typename Loader, typename Ref>
+  CUTLASS_DEVICE Loader loader_of(Ref ref, void* place) const {
+    if constexpr (Traits::kInParts) {
+      return Loader(ref, place, thread);
     } else {
-      qk(s, p.head_dim);
+      return Loader(ref, thread);
     }
   }
 
+  CUTLASS_DEVICE void* staging() const {
+    if constexpr (Traits::kInParts) return smem.scratch.staging;
+    return nullptr;
+  }
+
   CUTLASS_DEVICE void run_resident(FragmentO& o) {
-    typename Traits::QueryLoader queries(smem.qk.operand_A_ref(), thread);
-    typename Traits::KeyLoader keys(smem.qk.operand_B_ref(), thread);
-    typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
+    auto queries = loader_of<typename Traits::QueryLoader>(smem.qk.operand_A_ref(), smem.qk.operand_B.data());
+    auto keys = loader_of<typename Traits::KeyLoader>(smem.qk.operand_B_ref(), staging());
+    auto loader = loader_of<typename Traits::ValueLoader>(smem.pv.operand_B_ref(), staging());
     const QkMma qk(smem.qk, thread, warp, lane);
     const PvMma pv(smem.pv, thread, warp, lane);
     if (keys_begin < keys_end) {
       queries.start(query, p.query.stride_m, rows, p.head_dim);
+      if constexpr (Traits::kInParts) {
+        static_assert(Traits::QueryLoader::kStagingBytes <=
+                          sizeof(smem.qk.operand_B) + sizeof(smem.pv) + sizeof(smem.scratch.staging),
+                      "the query tile passes through the place of the keys, the values and their staging area");
+        cutlass::arch::cp_async_fence();
+        cutlass::arch::cp_async_wait<0>();
+        queries.finish();
+        __syncthreads();  // every thread has read its queries there
+      }
       keys.start(key_at(keys_begin), p.key.stride_m, keys_end - keys_begin, p.head_dim);
       cutlass::arch::cp_async_fence();
       start_bias(keys_begin);
     }
     for (int key0 = keys_begin; key0 < keys_end; key0 += kTileN) {
       cutlass::arch::cp_async_wait<0>();
+      keys.finish();
       __syncthreads();  // K(j) is there; every warp is done with P and V(j-1)
       start_values(loader, key0, 0);
       FragmentS s;
@@ -210,6 +247,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       float alpha[CoordS::kRows];
       find_maximum(s, alpha);
       cutlass::arch::cp_async_wait<0>();
+      loader.finish();
       __syncthreads();  // V(j) is there, maxima are published; every warp is done with K(j)
       if (key0 + kTileN < keys_end) {
         keys.start(key_at(key0 + kTileN), p.key.stride_m, keys_end - key0 - kTileN, p.head_dim);
@@ -223,11 +261,13 @@ struct ForwardBlock : ForwardTile<Traits> {
         __syncwarp();  // a warp reads only the rows of P that it wrote
       }
       accumulate(o, s, pv, alpha, keys_end - key0);
-      if constexpr (kFlush) {
-        const int done = key0 + kTileN;
-        if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
-      }
+      if constexpr (kFlush) flush_now_and_then(o, key0);
     }
+  }
+
+  CUTLASS_DEVICE void flush_now_and_then(FragmentO& o, int key0) {
+    const int done = key0 + kTileN;
+    if (done % Traits::kFlushKeys == 0 && done < keys_end) flush(o);
   }
 
   // fp32: adds O to the output and starts it anew.
@@ -281,6 +321,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       } else {
         accumulate(o, s, pv, alpha, keys_end - key0);
       }
+      if constexpr (kFlush) flush_now_and_then(o, key0);
     }
   }
 
@@ -310,7 +351,7 @@ struct ForwardBlock : ForwardTile<Traits> {
       __syncthreads();  // V's tile is there
       FragmentO o;
       o.clear();
-      pv(o, keys_end - key0);
+      multiply_weights(o, pv, keys_end - key0);
       store_output(o, smem.epilogue, column0, key0 > keys_begin);
       __syncthreads();  // every warp is done with V's tile and the epilogue's storage
     }

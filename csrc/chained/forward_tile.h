@@ -39,6 +39,7 @@ struct ForwardTile {
   static constexpr bool kResident = Traits::Qk::kResident;
   static constexpr bool kAsync = Traits::Arch::kAsync;
   static constexpr bool kExchange = Traits::kWarpsN > 1;
+  static constexpr int kSums = sizeof(Element) == 4 ? 4 : 1;  // of a row's weights in a key block
 
   ForwardArgs const& args;
   ForwardParams const& p;
@@ -264,14 +265,19 @@ struct ForwardTile {
         alpha[i] = raise_maximum(i, max);
       }
       const float reference = Exponent::reference(state.max[i], args.exponent);
-      float sum = 0.f;
+      float sums[kSums] = {};  // side by side: shorter chains of rounding errors
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {
         float& x = s[CoordS::index(i, j)];
         x = Exponent::weight(x, reference, args.exponent);
-        sum += x;
+        sums[j % kSums] += x;
       }
-      state.sum[i] += sum;
+      CUTLASS_PRAGMA_UNROLL
+      for (int n = kSums / 2; n > 0; n /= 2) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < n; ++j) sums[j] += sums[j + n];
+      }
+      state.sum[i] += sums[0];
     }
     if constexpr (Traits::kDropout) {
       each_cell<CoordS, false>(dropout, row0 + warp_row(), key0 + warp_column(), lane, [&](int i, int j, bool kept) {

@@ -46,6 +46,9 @@ class ResidentMma
   static constexpr int kGroupK = Operator::Policy::MmaShape::kK;     // columns of A in one step
   static constexpr int kGroupsPerStage = Base::kWarpGemmIterations;  // steps in one stage
   static constexpr int kGroups = kGroupsPerStage * kStages;
+  // fp32 operands rounded to TF32.
+  static constexpr bool kTf32 = kSplit == Fp32Split::kNone && HasTransform<Operator>::value &&
+                                std::is_same<typename Operator::ElementA, float>::value;
 
   CUTLASS_DEVICE ResidentMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)
       : Base(storage, thread, warp, lane) {
@@ -76,6 +79,15 @@ class ResidentMma
       multiply<false>(acc, depth);
     }
   }
+  // TF32. exact_a: what rounding takes from A is multiplied too.
+  CUTLASS_DEVICE void operator()(FragmentC& acc, int depth, bool exact_a) const {
+    static_assert(kTf32, "rounded operands");
+    if (exact_a) {
+      multiply<false, true>(acc, depth);
+    } else {
+      (*this)(acc, depth);
+    }
+  }
 
  private:
   using FragmentA = typename Operator::FragmentA;
@@ -93,7 +105,7 @@ class ResidentMma
     }
   }
 
-  template <bool kWhole>
+  template <bool kWhole, bool kExactA = false>
   CUTLASS_DEVICE void multiply(FragmentC& acc, int depth) const {
     auto a = this->warp_tile_iterator_A_;
     auto b = operand_b();
@@ -105,8 +117,23 @@ class ResidentMma
       if (!kWhole && group * kGroupK >= depth) break;
       const int next = group + kAhead;
       if (next < kGroups) load(a, b, frag_a[next & 1], frag_b[next & 1], next);
+      if constexpr (kExactA) step(acc, rest_of(frag_a[group & 1]), frag_b[group & 1]);
       step(acc, frag_a[group & 1], frag_b[group & 1]);
     }
+  }
+  // What rounding to TF32 takes away; 0 of what is not finite.
+  CUTLASS_DEVICE static FragmentA rest_of(FragmentA const& a) {
+    Operator mma;
+    typename Operator::TransformedFragmentA rounded;
+    typename Operator::TransformedFragmentB unused;
+    mma.transform(rounded, unused, a, FragmentB());
+    FragmentA rest;
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < FragmentA::kElements; ++e) {
+      const float left = a[e] - __uint_as_float(reinterpret_cast<uint32_t const*>(&rounded)[e]);
+      rest[e] = fabsf(left) <= fabsf(a[e]) ? left : 0.f;
+    }
+    return rest;
   }
 
   CUTLASS_DEVICE void multiply_chunks(FragmentC& acc, int depth) const {
@@ -129,16 +156,22 @@ class ResidentMma
     }
   }
 
-  // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill.
+  // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill. kExact: the
+  // steps of a stage are added up before they join the accumulator, since a running sum rounds at every addition.
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
-    constexpr int kSteps = kSplit == Fp32Split::kShort && kGroupsPerStage % 2 == 0 ? 2 : 1;
+    constexpr bool kByStage = kSplit != Fp32Split::kShort;
+    constexpr int kSteps = !kByStage && kGroupsPerStage % 2 == 0 ? 2 : 1;
     auto a = this->warp_tile_iterator_A_;
     auto b = operand_b();
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
+      if (stage * kGroupsPerStage * kGroupK >= depth) return;
+      FragmentC part;
+      if constexpr (kByStage) part.clear();
+      FragmentC& to = kByStage ? part : acc;
       CUTLASS_PRAGMA_UNROLL
       for (int group = 0; group < kGroupsPerStage; group += kSteps) {
-        if ((stage * kGroupsPerStage + group) * kGroupK >= depth) return;
+        if ((stage * kGroupsPerStage + group) * kGroupK >= depth) break;
         FragmentC sum;
         sum.clear();
         CUTLASS_PRAGMA_UNROLL
@@ -148,10 +181,14 @@ class ResidentMma
           load(a, b, frag_a, frag_b, group + step);
           split_step(sum, frag_a, frag_b);
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < FragmentC::kElements; ++e) acc[e] += sum[e];
+        add(to, sum);
       }
+      if constexpr (kByStage) add(acc, part);
     }
+  }
+  CUTLASS_DEVICE static void add(FragmentC& to, FragmentC const& sum) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < FragmentC::kElements; ++e) to[e] += sum[e];
   }
 
   template <typename IteratorB>

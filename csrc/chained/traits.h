@@ -13,6 +13,8 @@
 #include "chained/operand_store.h"
 #include "chained/output_visitor.h"
 #include "chained/resident_mma.h"
+#include "chained/split_loader.h"
+#include "chained/split_mma.h"
 #include "chained/streamed_mma.h"
 #include "chained/tile_loader.h"
 #include "common/bias.h"
@@ -168,6 +170,8 @@ struct ForwardTraits {
                                         : Output::kForward ? Fp32Split::kExact
                                                            : Fp32Split::kShort;
 
+  static constexpr bool kInParts = Arch::kParts > 1;  // operands in shared memory are bf16 parts of fp32 numbers
+
   // S = Q K^T
   static constexpr int kQkStep = Qk::kResident && Qk::kMaxK < Arch::kQkStep ? Qk::kMaxK : Arch::kQkStep;
   using QkShape = Gemm<kTileM, kTileN, kQkStep>;
@@ -181,18 +185,23 @@ struct ForwardTraits {
     using QueryLoader = NoLoader;
     using KeyLoader = NoLoader;
   };
+  // kElements: of the operand.
+  template <typename Base, typename SmemIterator, bool kOperandA, int kElements>
+  using LoaderOf = std::conditional_t<kInParts, SplitTileLoader<Base, SmemIterator, kOperandA, kElements>,
+                                      AsyncTileLoader<Base, SmemIterator, kOperandA>>;
   // Both operands by our loaders: resident, or (kTile columns at a time) streamed.
   template <int kTile>
   struct LoadedQk {
     static_assert(Arch::kAsync, "the loaders of the first product use cp.async");
     static constexpr int kStages = kTile / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
-    using Product = ResidentMma<C, kStages, kQkAhead, kScoreSplit>;
+    using Product = std::conditional_t<kInParts, SplitMma<C, kStages, Output::kTransposed>,
+                                       ResidentMma<C, kStages, kQkAhead, kScoreSplit>>;
     using Operator = typename Product::Operator;
     template <typename ThreadMap>
     using Base = TileLoaderBase<Element, ThreadMap, kStages, StageAlong::kColumns, kQkStep, kAlignment>;
-    using QueryLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapA>, typename C::SmemIteratorA, true>;
-    using KeyLoader = AsyncTileLoader<Base<typename C::IteratorThreadMapB>, typename C::SmemIteratorB, false>;
+    using QueryLoader = LoaderOf<Base<typename C::IteratorThreadMapA>, typename C::SmemIteratorA, true, kTileM * kTile>;
+    using KeyLoader = LoaderOf<Base<typename C::IteratorThreadMapB>, typename C::SmemIteratorB, false, kTileN * kTile>;
   };
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<Q::kResident>> : LoadedQk<Q::kMaxK> {
@@ -212,9 +221,14 @@ struct ForwardTraits {
   using QueryLoader = typename QkOf<Qk>::QueryLoader;
   using KeyLoader = typename QkOf<Qk>::KeyLoader;
   using FragmentS = typename QkMma::FragmentC;
-  static constexpr bool kFmaScores = Arch::kSplitFp32 && Qk::kResident && Qk::kMaxK <= 32;  // fma_product.h
+  // fma_product.h. In parts: where there are so few products that fp32 rounds less.
+  static constexpr bool kFmaScores = (Arch::kSplitFp32 || kInParts) && Qk::kResident && Qk::kMaxK <= 32;
+  static constexpr int kFmaDepth = kInParts ? 4 : 32;
   using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
-  using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB>;
+  template <int kElements>
+  using Four = std::conditional_t<kInParts, PartsFour<kElements>, PlainFour>;
+  using FmaScores = FmaProduct<CoordS, typename QkOf<Qk>::Operator::LayoutA, typename QkOf<Qk>::Operator::LayoutB,
+                               Four<kTileM * Qk::kMaxK>, Four<kTileN * Qk::kMaxK>>;
 
   // O += P V
   static constexpr int kPvStep = kTileN < Arch::kPvStep ? kTileN : Arch::kPvStep;
@@ -223,18 +237,34 @@ struct ForwardTraits {
   using PvCore = Core<Gemm<kTileM, kValueTile, kPvStep>, Gemm<Warp_::kM, Warp_::kPvN, kPvStep>, Row>;
   // Backward, fp32: B of the output products is the resident tile that was B of the scores.
   static constexpr int kTransposedB =
-      !Output::kForward && Qk::kResident && std::is_same<Element, float>::value ? Qk::kMaxK : 0;
+      !Output::kForward && Qk::kResident && std::is_same<MmaElement, float>::value ? Qk::kMaxK : 0;
   template <bool kInRegisters, typename = void>
   struct PvOf {
-    using Mma = ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>;
+    using Mma = std::conditional_t<Qk::kCompensated, FmaMma<PvCore, kPvStages>,
+                                   ResidentMma<PvCore, kPvStages, kPvAhead, kPvSplit, Arch::kPvChunk, kTransposedB>>;
     using Storage = typename Mma::Base::SharedStorage;
   };
   template <typename Dummy>
   struct PvOf<true, Dummy> {
-    using Mma = registers::RegisterMma<PvCore, kPvStages, kPvAhead, CoordS>;
+    template <bool kSplit, typename = void>
+    struct Of {
+      using Type = registers::RegisterMma<PvCore, kPvStages, kPvAhead, CoordS>;
+    };
+    template <typename Never>
+    struct Of<true, Never> {
+      using Type = SplitRegisterMma<PvCore, kPvStages, CoordS>;
+    };
+    using Mma = typename Of<kInParts>::Type;
     using Storage = typename Mma::SharedStorage;
   };
-  using PvMma = typename PvOf<Output::kWeightsInRegisters>::Mma;
+  // In parts the backward pass keeps P and dS in registers too.
+  static constexpr bool kWeightsInRegisters = Output::kWeightsInRegisters || (kInParts && !Output::kForward);
+  using PvMma = typename PvOf<kWeightsInRegisters>::Mma;
+  template <typename Mma, typename = void>
+  struct IsTf32 : std::false_type {};
+  template <typename Mma>
+  struct IsTf32<Mma, std::enable_if_t<Mma::kTf32>> : std::true_type {};
+  static constexpr bool kTf32 = IsTf32<PvMma>::value;
   using FragmentO = typename PvMma::FragmentC;
   using CoordO = AccCoord<typename PvMma::Operator::IteratorC>;
   static_assert(CoordO::kRows == CoordS::kRows && CoordO::kRowMap == CoordS::kRowMap,
@@ -242,7 +272,8 @@ struct ForwardTraits {
   using ValueLoaderBase =
       TileLoaderBase<Element, typename PvCore::IteratorThreadMapB, kPvStages, StageAlong::kRows, kPvStep, kAlignment>;
   using ValueLoader =
-      std::conditional_t<Arch::kAsync, AsyncTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>,
+      std::conditional_t<Arch::kAsync,
+                         LoaderOf<ValueLoaderBase, typename PvCore::SmemIteratorB, false, kTileN * kValueTile>,
                          RegisterTileLoader<ValueLoaderBase, typename PvCore::SmemIteratorB, false>>;
   using ProbabilityStore = OperandStore<CoordS, MmaElement, typename PvMma::Operator::LayoutA, !Arch::kSimt>;
 
@@ -259,7 +290,8 @@ struct ForwardTraits {
       cutlass::epilogue::threadblock::PredicatedTileIterator<typename OutputIterator::ThreadMap, float>;
   // fp32: O moves to the (fp32) output every so many keys. Rounding errors of a running sum grow with the root of the
   // number of additions; two levels keep them at torch's level for 65537 keys (docs/performance.md).
-  static constexpr int kFlushKeys = std::is_same<Element, float>::value && Qk::kResident && Output::kForward ? 1024 : 0;
+  static constexpr int kFlushKeys =
+      std::is_same<Element, float>::value && (Qk::kResident || Qk::kCompensated) && Output::kForward ? 1024 : 0;
   static constexpr bool kHasSource = Output::kInMemory || kFlushKeys > 0;
   using Source = std::conditional_t<kHasSource, FloatSource<SourceIterator>, NoSource>;
   using Visitor = OutputVisitor<OutputIterator, Source>;
@@ -269,7 +301,10 @@ struct ForwardTraits {
   static_assert(!Output::kInMemory || std::is_same<Element, float>::value,
                 "the output is the accumulator: it must be fp32");
 
-  using Exponent = std::conditional_t<kBias, PlainLogits, FoldedScale>;
+  // Few queries, and K so small that nothing is aligned (K = 1): softmax.h, exp2_nearest.
+  static constexpr bool kNearestExp =
+      Qk::kCompensated || (kInParts && Qk::kResident && Qk::kMaxK <= 32 && kAlignment == 1);
+  using Exponent = std::conditional_t<kBias, PlainLogitsOf<kNearestExp>, FoldedScaleOf<kNearestExp>>;
 
   struct Empty {};
   // The bias passes through shared memory: tiles of 64 keys of 16 bits, where that leaves as many blocks an SM. fp32
@@ -280,10 +315,17 @@ struct ForwardTraits {
   static constexpr int kBiasRowBytes = bias_row_bytes(2);
   template <int kQueries, int kRowBytes = kBiasRowBytes>
   using BiasStageOf = std::conditional_t<kStageBias, BiasStage<kQueries, kRowBytes>, Empty>;
+  // In parts: where the copies of the next key or value block land.
+  template <bool kWanted, typename = void>
+  struct StagingOf {};
+  template <typename Never>
+  struct StagingOf<true, Never> {
+    alignas(16) char staging[4 * kTileN * (Qk::kMaxK > kValueTile ? Qk::kMaxK : kValueTile)];
+  };
   struct SourceScale {
     float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
-  struct Scratch : std::conditional_t<kHasSource, SourceScale, Empty> {
+  struct Scratch : StagingOf<kInParts>, std::conditional_t<kHasSource, SourceScale, Empty> {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
     float scale[kTileM];              // epilogue: factor of the accumulators
     // Kept here, not in registers.
@@ -299,13 +341,13 @@ struct ForwardTraits {
       typename Epilogue::SharedStorage last_epilogue;  // after the last key block
     };
     union {
-      typename PvOf<Output::kWeightsInRegisters>::Storage pv;
+      typename PvOf<kWeightsInRegisters>::Storage pv;
       std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage,
                          Empty> flush_epilogue;  // P and V are used
     };
     std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage,
                        Empty> epilogue;  // P is still needed
-    Scratch scratch;
+    Scratch scratch;  // in parts, directly behind: the query tile passes through the keys' place, pv and the staging area
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");

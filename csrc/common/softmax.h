@@ -20,16 +20,40 @@ constexpr float kLn2Low = -1.904654323e-9f;  // ln(2) - kLn2
 
 CUTLASS_DEVICE float negative_infinity() { return -__int_as_float(0x7f800000); }
 
-struct FoldedScale {
+// 2^x for x <= 0 to 0.65 ulp of the power of two below it (exp2_approx: 2 ulp), denormal results 0. For kernels whose
+// results are few: the worst weight then decides beside PyTorch's.
+CUTLASS_DEVICE float exp2_nearest(float x) {
+  constexpr float kShift = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to an integer
+  const float shifted = __fadd_rn(x, kShift);
+  const float r = __fsub_rn(x, __fsub_rn(shifted, kShift));  // |r| <= 1/2, exact
+  // (2^r - 1) / r to 2e-9, a least-squares fit
+  float q = 1.53553599e-4f;
+  q = __fmaf_rn(q, r, 1.33988520e-3f);
+  q = __fmaf_rn(q, r, 9.61843599e-3f);
+  q = __fmaf_rn(q, r, 5.55033237e-2f);
+  q = __fmaf_rn(q, r, 2.40226477e-1f);
+  q = __fmaf_rn(q, r, 6.93147182e-1f);
+  const float power = __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
+  const float result = __fmaf_rn(q, r, 1.f) * power;  // NaN stays
+  return x < -126.f ? 0.f : result;
+}
+
+template <bool kNearest>
+CUTLASS_DEVICE float exp2_of(float x) {
+  return kNearest ? exp2_nearest(x) : ptx::exp2_approx(x);
+}
+
+template <bool kNearest>
+struct FoldedScaleOf {
   CUTLASS_DEVICE static float reference(float max, float c) {
     return max == negative_infinity() ? 0.f : __fmul_rn(max, c);
   }
   CUTLASS_DEVICE static float weight(float x, float reference, float c) {
-    return ptx::exp2_approx(__fmaf_rn(x, c, -reference));
+    return exp2_of<kNearest>(__fmaf_rn(x, c, -reference));
   }
   // Factor for what was summed under `max_before`; 0 when nothing was.
   CUTLASS_DEVICE static float rescale(float max_before, float reference, float c) {
-    return ptx::exp2_approx(__fmul_rn(max_before, c) - reference);
+    return exp2_of<kNearest>(__fmul_rn(max_before, c) - reference);
   }
   // The reference in natural units, in two parts.
   CUTLASS_DEVICE static float2 natural(float reference) {
@@ -37,17 +61,20 @@ struct FoldedScale {
     return make_float2(high, __fmaf_rn(reference, kLn2, -high) + reference * kLn2Low);
   }
 };
+using FoldedScale = FoldedScaleOf<false>;
 
-struct PlainLogits {
+template <bool kNearest>
+struct PlainLogitsOf {
   CUTLASS_DEVICE static float reference(float max, float) { return max == negative_infinity() ? 0.f : max; }
   CUTLASS_DEVICE static float weight(float x, float reference, float c) {
-    return ptx::exp2_approx((x - reference) * c);
+    return exp2_of<kNearest>((x - reference) * c);
   }
   CUTLASS_DEVICE static float rescale(float max_before, float reference, float c) {
-    return ptx::exp2_approx((max_before - reference) * c);
+    return exp2_of<kNearest>((max_before - reference) * c);
   }
   CUTLASS_DEVICE static float2 natural(float reference) { return make_float2(reference, 0.f); }
 };
+using PlainLogits = PlainLogitsOf<false>;
 
 // log(sum of 2^(x c - reference)) + the reference, in two parts: their sum is right to about 2^-45 where fp32 alone
 // loses log(sum) beside a large reference. The backward pass needs both: exp(x - lse) is a weight.

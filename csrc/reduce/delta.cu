@@ -37,6 +37,34 @@ __device__ int64_t row_offset(const TensorView& view, const Row& row, int heads_
   return row.batch * view.stride_b + group * view.stride_g + member * view.stride_h + row.query * view.stride_m;
 }
 
+// A sum of products. fp32 inputs keep its rounding errors beside it (Ogita, Rump, Oishi, "Accurate sum and dot product",
+// 2005): dS = P (dP - delta) cancels where few keys carry a row, and what is left is then delta's error.
+template <bool kExact>
+struct Sum {
+  float value = 0.f, error = 0.f;
+  __device__ void add(float x, float y) {
+    if (!kExact) {
+      value = fmaf(x, y, value);
+      return;
+    }
+    const float product = __fmul_rn(x, y);
+    error += __fmaf_rn(x, y, -product);
+    add(product);
+  }
+  __device__ void add(float x) {
+    const float total = __fadd_rn(value, x), part = __fsub_rn(total, value);
+    if (kExact) error += __fadd_rn(__fsub_rn(value, __fsub_rn(total, part)), __fsub_rn(x, part));
+    value = total;
+  }
+  // The sum over two lanes.
+  __device__ void add_lane(int distance) {
+    const float other = __shfl_xor_sync(0xffffffffu, value, distance);
+    if (kExact) error += __shfl_xor_sync(0xffffffffu, error, distance);
+    add(other);
+  }
+  __device__ float total() const { return kExact && isfinite(value) ? value + error : value; }
+};
+
 // As CUTLASS rounds an operand to TF32: half of the last place added, the rest cut.
 __device__ float as_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
 
@@ -56,17 +84,17 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaKernelArgs args) {
         reinterpret_cast<const Vec*>(static_cast<const T*>(a.out.data) + row_offset(a.out, row, a.heads_per_group));
     const Vec* grad_out = reinterpret_cast<const Vec*>(static_cast<const T*>(a.grad_out.data) +
                                                        row_offset(a.grad_out, row, a.heads_per_group));
-    float sum = 0.f;
+    Sum<sizeof(T) == 4> sum;
     for (int v = lane; v < vectors; v += args.lanes) {
       const Vec x = out[v], y = grad_out[v];
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
-        sum = fmaf(to_float(x.at[i]), kTf32 ? as_tf32(to_float(y.at[i])) : to_float(y.at[i]), sum);
+        sum.add(to_float(x.at[i]), kTf32 ? as_tf32(to_float(y.at[i])) : to_float(y.at[i]));
     }
     for (int distance = args.lanes / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      sum.add_lane(distance);
     }
-    if (valid && lane == 0) a.delta[(row.batch * a.heads + row.head) * a.queries + row.query] = sum;
+    if (valid && lane == 0) a.delta[(row.batch * a.heads + row.head) * a.queries + row.query] = sum.total();
   }
   if constexpr (sizeof(T) == 2) {  // rows that add dQ up take 16 bits
     const int64_t step = int64_t(gridDim.x) * kThreads * 4;
