@@ -30,5 +30,34 @@ CUTLASS_DEVICE void copy_async(void* to, void const* from, int bytes) {
 #endif
 }
 
+// The address of something in shared memory as loads of matrices take it.
+CUTLASS_DEVICE uint32_t shared_address(void const* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// Hides how a number came about: what is added to it later stays an addition, an immediate offset of the load, where
+// the compiler would see disjoint bits and keep an address in a register for each.
+CUTLASS_DEVICE uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Four 8 x 8 matrices of 16-bit elements, a row at the address of each lane (lanes 0 .. 7: the first). A lane gets the
+// pair 2t, 2t + 1 of row g of each (g = lane / 4, t = lane % 4). PTX ISA 9.7.14.5.15 "ldmatrix"; sm_75 and later.
+template <bool kTranspose>
+CUTLASS_DEVICE void load_matrices(uint32_t (&to)[4], uint32_t address) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  if constexpr (kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  }
+#endif
+}
+
 }  // namespace ptx
 }  // namespace memeff
