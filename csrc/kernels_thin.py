@@ -62,15 +62,15 @@ SHORT = [
     Short(96, 32, 96, 2, 3, 4, spills=True),
     Short(96, 64, 96, 2, 3, 4, spills=True),
     Short(128, 32, 32, 2, 4, 4),
-    Short(128, 64, 32, 2, 4, 3),
-    Short(128, 128, 32, 2, 4, 2),
+    Short(128, 64, 32, 2, 4, 3, spills=True),
+    Short(128, 128, 32, 2, 4, 2, spills=True),
     Short(208, 32, 32, 2, 4, 4),
     Short(208, 64, 32, 2, 4, 3, spills=True),
-    Short(208, 96, 32, 2, 4, 2, stage=False),
-    Short(208, 128, 32, 2, 4, 2, stage=False, spills=True),
+    Short(208, 96, 208, 1, 4, 2, spills=True),
+    Short(208, 128, 208, 1, 6, 2, stage=False, spills=True),
     Short(288, 32, 32, 2, 4, 4),
-    Short(288, 64, 32, 2, 4, 3, stage=False, spills=True),
-    Short(288, 96, 32, 2, 4, 2, stage=False),
+    Short(288, 64, 64, 2, 4, 2),
+    Short(288, 96, 32, 2, 4, 2, stage=False, spills=True),
     Short(64, 32, 64, 1, 4, 4, bias=True),
     Short(64, 64, 64, 1, 4, 4, bias=True),
 ]
@@ -80,8 +80,12 @@ SMALL_K = [
     Thin(32, 128, 32, 2, 4, 4, spills=True),
 ]
 THIN = [
-    Thin(48, 128, 64, 2, 4, 2),
-    Thin(80, 64, 64, 2, 4, 2, spills=True),
+    Thin(48, 64, 64, 2, 4, 2),
+    Thin(64, 64, 64, 2, 4, 2),
+    Thin(80, 64, 32, 2, 4, 2),
+    Thin(96, 64, 32, 2, 4, 2),
+    Thin(160, 64, 64, 1, 4, 2),
+    Thin(192, 32, 32, 1, 4, 2),
 ]
 SHORT_GRADIENTS = [
     ShortGradient(64, 32, 32, 1, 4, 4, spills=True),

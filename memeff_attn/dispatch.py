@@ -233,6 +233,15 @@ class ChainedFwOp(KernelFwOp):
     VARIANT = "family:chained"
 
 
+class RegisterBwOp(KernelBwOp):
+    """Five products in one kernel (csrc/register): 16 bits, sm80 and newer. The gradient of the
+    query is added up in any order."""
+
+    NAME = "register_bwd"
+    VARIANT = "family:register"
+    IS_DETERMINISTIC = False
+
+
 class ChainedBwOp(KernelBwOp):
     """Its gradients: no atomics, the same bits in every run."""
 
@@ -248,7 +257,7 @@ ALL_FW_OPS: list[type[AttentionFwOpBase]] = [
     ChainedFwOp,
     CpuFwOp,
 ]
-ALL_BW_OPS: list[type[AttentionBwOpBase]] = [ChainedBwOp, CpuBwOp]
+ALL_BW_OPS: list[type[AttentionBwOpBase]] = [RegisterBwOp, ChainedBwOp, CpuBwOp]
 _FAMILIES: dict[tuple[str, str], type[AttentionOpBase]] = {
     (op.VARIANT.removeprefix("family:"), op.PASS): op
     for op in (*ALL_FW_OPS, *ALL_BW_OPS)
