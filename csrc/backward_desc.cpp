@@ -121,6 +121,7 @@ Status make_backward(const BackwardCall& a, BackwardParams* p, Request* r) {
   p->heads_per_kv = shared_heads ? p->forward.heads_per_group : 1;
 
   r->pass = Pass::kBackward;
+  r->heads_per_kv = p->heads_per_kv;
   r->alignment = lowest_bit(bits);
   r->bias_grad = a.grad_bias.has_value();
   r->deterministic = a.deterministic;

@@ -161,6 +161,26 @@ constexpr Rule kRules[] = {
      [](const KernelRow& k, const Request& r) {
        return "takes Kv up to " + to_string(k.max_kv) + ", Kv is " + to_string(r.value_dim);
      }},
+    {false, [](const KernelRow& k, const Request& r) { return k.sequences || !r.sequences; },
+     [](const KernelRow&, const Request&) { return std::string("takes no packed sequences"); }},
+    {false, [](const KernelRow& k, const Request& r) { return k.max_n == 0 || r.keys <= k.max_n; },
+     [](const KernelRow& k, const Request& r) {
+       return "takes N up to " + to_string(k.max_n) + ", N is " + to_string(r.keys);
+     }},
+    {false,
+     [](const KernelRow& k, const Request& r) {
+       return k.max_n == 0 || k.kind == Pass::kForward || r.queries <= k.max_n;
+     },
+     [](const KernelRow& k, const Request& r) {
+       return "takes M up to " + to_string(k.max_n) + ", M is " + to_string(r.queries);
+     }},
+    {false,
+     [](const KernelRow& k, const Request& r) {
+       return k.max_n == 0 || k.kind == Pass::kForward || r.heads_per_kv == 1;
+     },
+     [](const KernelRow&, const Request& r) {
+       return "takes a key head for each query head, here " + to_string(r.heads_per_kv) + " share one";
+     }},
     {false, [](const KernelRow& k, const Request& r) { return r.alignment % k.alignment == 0; },
      [](const KernelRow& k, const Request& r) {
        return "needs addresses, strides, K and Kv in multiples of " + to_string(k.alignment) +

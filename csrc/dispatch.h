@@ -30,6 +30,8 @@ struct KernelRow {
   int32_t alignment;      // elements
   bool bias, dropout;
   int32_t tile_m, tile_n, value_tile, threads, smem_bytes;
+  int32_t max_n;             // the longest N, 0: any; a backward row's longest M too
+  bool sequences;            // takes packed sequences
   int32_t max_m;             // 0: any; automatic choice only
   double max_blocks_per_sm;  // 0: any; automatic choice only
   int32_t min_m;             // automatic choice only
@@ -96,11 +98,13 @@ struct Request {
   Pass pass = Pass::kForward;
   bool has_bias = false;
   bool dropout = false;
-  bool paged = false;    // keys are read through a block table
-  bool partial = false;  // results in fp32 are wanted, for another kernel to put together or to convert
+  bool sequences = false;  // packed along the length: queries and keys are then means
+  bool paged = false;      // keys are read through a block table
+  bool partial = false;    // results in fp32 are wanted, for another kernel to put together or to convert
   // Elements: the largest power of two that divides the bias' address and strides, at most 16; 0 where its dtype is not
   // the query's, its last stride not 1, or each sequence starts it anew.
   int32_t bias_alignment = 0;
+  int32_t heads_per_kv = 1;    // backward: query heads whose gradients one key head sums
   bool bias_grad = false;      // backward: the bias' gradient is wanted
   bool deterministic = false;  // backward: equal inputs must give equal bits
   bool any_build = false;      // answer for a build that has every row (a host-only build always does)

@@ -241,6 +241,7 @@ def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> 
             f"{r.max_k}, {r.max_kv}, {r.alignment}",
             f"{_bool(r.bias)}, {_bool(r.dropout)}",
             f"{r.tile_m}, {r.tile_n}, {r.value_tile}, {r.threads}, {r.smem_bytes}",
+            f"{r.max_n}, {_bool(r.sequences)}",
             f"{r.max_m}, {float(r.max_blocks_per_sm)}, {r.min_m}, {float(r.min_blocks_per_sm)}",
             f"{_bool(r.partial)}, {_bool(r.pages)}, {r.bias_alignment}, {r.min_sm}, {r.max_sm}",
             f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.in_memory)}",

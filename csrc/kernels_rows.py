@@ -8,9 +8,24 @@ docs/performance.md.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+
+def beside(name: str) -> Any:
+    """A file of this folder as a module, however this one was loaded."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+own = beside("kernels_thin")
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,8 @@ class Variant:
     dropout: bool = False
     adds_query: bool = False  # backward: dQ is summed by atomics, in no fixed order
     min_length: int = 0  # automatic choice only where M or N is longer
+    max_n: int = 0  # longest N, 0 = any; of backward rows longest M too, and no shared key heads
+    sequences: bool = True  # takes packed sequences
 
 
 @dataclass(frozen=True)
@@ -201,9 +218,7 @@ def variants(
             )
 
 
-def wgmma(
-    shapes: list[Wgmma], cpp_element: str, dtype: str
-) -> Iterator[Variant]:
+def wgmma(shapes: list[Wgmma], cpp_element: str, dtype: str) -> Iterator[Variant]:
     for shape in shapes:
         for feature, smem in shape.smem.items():
             policy, bias, dropout = FEATURES[feature]
@@ -343,23 +358,15 @@ def sum_gradients(
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
 REGISTER: dict[str, Any] = {"family": "register"}
-SM80_16 = [
+SM80_16_FEW = [  # blocks of 64 queries and fewer
     Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 12880, 32, blocks=4, bias=NO_BIAS,
           spills=BOTH, **FEW_QUERIES, **REGISTER),
     Shape("k32_m64", (64, 64, 32), (16, 64, 32), "resident:32", 22096, 32, blocks=3, bias=BIAS,
           spills=BOTH, **FEW_QUERIES, **REGISTER),
-    Shape("k32", (128, 128, 32), (32, 128, 32), "resident:32", 25680, 32, blocks=2, bias=NO_BIAS,
-          spills=BOTH, **REGISTER),
-    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 35920, 32, blocks=2, bias=BIAS,
-          **REGISTER),
     Shape("k64_m64", (64, 128, 64), (16, 128, 64), "resident:64", 41552, 64, blocks=3, bias=NO_BIAS,
           spills=BOTH, **FEW_QUERIES, **REGISTER),
     Shape("k64_m64", (64, 64, 64), (16, 64, 64), "resident:64", 34384, 64, blocks=3, bias=BIAS,
           spills=BIAS, **FEW_QUERIES, **REGISTER),
-    Shape("k64", (128, 128, 64), (32, 128, 64), "resident:64", 50256, 64, blocks=2, bias=NO_BIAS,
-          spills=NO_BIAS, **REGISTER),
-    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 52304, 64, blocks=2, bias=BIAS,
-          spills=BIAS, **REGISTER),
     # Decoding: up to 16 queries, more blocks an SM to keep copies in flight.
     Shape("k128_m16", (16, 64, 128), (16, 16, 32), "resident:128", 39312, 128, blocks=4,
           bias=NO_BIAS, max_m=16),
@@ -367,6 +374,16 @@ SM80_16 = [
           bias=NO_BIAS, max_m=64, max_blocks_per_sm=2, spills=NO_BIAS, **REGISTER),
     Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 58960, 128, blocks=2,
           bias=BIAS, **REGISTER),
+]  # fmt: skip
+SM80_16 = [
+    Shape("k32", (128, 128, 32), (32, 128, 32), "resident:32", 25680, 32, blocks=2, bias=NO_BIAS,
+          spills=BOTH, **REGISTER),
+    Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 35920, 32, blocks=2, bias=BIAS,
+          **REGISTER),
+    Shape("k64", (128, 128, 64), (32, 128, 64), "resident:64", 50256, 64, blocks=2, bias=NO_BIAS,
+          spills=NO_BIAS, **REGISTER),
+    Shape("k64", (128, 64, 64), (32, 64, 64), "resident:64", 52304, 64, blocks=2, bias=BIAS,
+          spills=BIAS, **REGISTER),
     Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 66640, 128, blocks=2, bias=NO_BIAS,
           spills=NO_BIAS, **REGISTER),
     Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 98896, 256, blocks=2, spills=BOTH,
@@ -626,9 +643,21 @@ GRADIENTS_SIMT_F32 = [
 ]  # fmt: skip
 GRADIENTS_SIMT_BF16 = [replace(GRADIENTS_SIMT_F32[0], smem=(43392, 43664))]
 
+
+def own_rows(maker: str, shapes: list[Any]) -> Iterator[Variant]:
+    """Rows of kernels_thin.py, of both 16-bit types."""
+    for dtype in ("f16", "bf16"):
+        yield from (Variant(**fields) for fields in getattr(own, maker)(shapes, dtype))
+
+
 VARIANTS: list[Variant] = [
+    *own_rows("short_rows", own.SHORT),
+    *own_rows("thin_rows", own.SMALL_K),
     *wgmma(HOPPER, "cutlass::half_t", "f16"),
     *wgmma(HOPPER, "cutlass::bfloat16_t", "bf16"),
+    *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
+    *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
+    *own_rows("thin_rows", own.THIN),
     *variants(SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
@@ -657,6 +686,7 @@ VARIANTS: list[Variant] = [
     *variants(SIMT_FULL, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
     *sum_gradients(SUM_GRADIENTS, "half_t", "f16", (80, 999)),
     *sum_gradients(SUM_GRADIENTS, "bfloat16_t", "bf16", (80, 999)),
+    *own_rows("gradient_rows", own.SHORT_GRADIENTS),
     *gradients(GRADIENTS_SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *gradients(
         GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)

@@ -102,6 +102,7 @@ void count_sequences(const MaskCall& mask, const Sequences& sequences, Request* 
   r->keys = paged ? mask.block_tables.shape[1] * mask.page_size : std::max<int64_t>(1, r->keys / sequences.count);
   r->queries = std::max<int64_t>(1, r->queries / sequences.count);
   r->batch = sequences.count;
+  r->sequences = true;
 }
 
 }  // namespace memeff

@@ -461,6 +461,8 @@ def request_of(
         "partial": d.output_dtype not in (None, query.dtype),
         "pass": which,
         "dropout": d.p > 0.0,
+        "sequences": rule.query_starts is not None,
+        "heads_per_kv": query.shape[2] // key.shape[2] if query.dim() == 4 else 1,
         "bias_grad": bias is not None and bias.requires_grad,
         "deterministic": which == "bwd" and torch.are_deterministic_algorithms_enabled(),
         "variant": name,

@@ -7,8 +7,11 @@ selection, untouched here, has to pair alike by itself: test_dispatch_pairs.py."
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
+
+from cases import Case
 
 Row = dict[str, Any]  # of _C.variants()
 
@@ -24,6 +27,25 @@ def scores(row: Row) -> str:
     if row["max_m"]:
         return "compensated"
     return "ffma" if 0 < row["max_k"] <= 32 else "products"
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def keys_within(row: Row, n: int) -> int:
+    """N, or the longest that the row takes."""
+    return min(n, row["max_n"] or n)
+
+
+def within(row: Row, case: AnyCase) -> AnyCase:
+    """The case with the sizes that the row takes: a row of short sequences has a longest N, one of
+    the backward pass a longest M too, and a key head for each query head."""
+    if not row["max_n"]:
+        return case
+    case = dataclasses.replace(case, N=keys_within(row, case.N))
+    if row["kind"] == "fwd":
+        return case
+    return dataclasses.replace(case, M=keys_within(row, case.M), Hkv=0)
 
 
 def forward_row(
@@ -43,6 +65,7 @@ def forward_row(
             row["kind"] == "fwd"
             and all(row[x] == backward[x] for x in ("arch", "dtype", "math", "built"))
             and scores(row) == scores(backward)
+            and row["sequences"]  # and with it any N: what backward rows take
             and bool(row["max_m"]) == bool(backward["max_m"])  # tiles of few queries are their own
             and backward["alignment"] % row["alignment"] == 0
             and (row["dropout"] if p else row["bias"] == bias and not row["dropout"])

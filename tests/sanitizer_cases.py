@@ -31,7 +31,10 @@ def shape_of(row: dict[str, Any]) -> tuple[int, int, int, int]:
     k = row["max_k"] or 72
     kv = row["max_kv"] or row["value_tile"] + step
     k, kv = (max(step, x // step * step) for x in (k - (step if k > step else 0), kv))
-    return row["tile_m"] + 3, 2 * row["tile_n"] + 5, k, kv
+    n = 2 * row["tile_n"] + 5
+    if not row["max_n"]:
+        return row["tile_m"] + 3, n, k, kv
+    return row["max_n"] - 5 if row["kind"] == "bwd" else row["tile_m"] + 3, row["max_n"] - 3, k, kv
 
 
 def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -81,6 +84,8 @@ def launches(row: dict[str, Any]) -> list[Launch]:
     if row["kind"] == "bwd" and not row["bias"]:
         found.append((m, m, None, p, 1, None))
     found.append((m, n, first, p, 2, (n // 3, 2, None, None, None, None, 0, False)))
+    if not row["sequences"]:
+        return found
     starts = [
         torch.tensor(x, dtype=torch.int32, device="cuda")
         for x in ([0, m // 2, m // 2, m], [0, 3, n // 2, n])

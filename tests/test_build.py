@@ -44,6 +44,7 @@ class Variant:
     max_k: int = 64; max_kv: int = 64; alignment: int = 8; bias: bool = False
     tile_m: int = 64; tile_n: int = 64; value_tile: int = 64; threads: int = 128
     smem_bytes: int = 1024; kind: str = "fwd"; dropout: bool = False
+    max_n: int = 0; sequences: bool = True
     max_m: int = 0; max_blocks_per_sm: float = 0; allow_spill: bool = False; blocks_per_sm: int = 1
     min_m: int = 0; min_blocks_per_sm: float = 0; partial: bool = False; pages: bool = True
     bias_alignment: int = 0; in_memory: bool = False

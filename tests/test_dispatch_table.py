@@ -58,6 +58,8 @@ def request_for(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
         math=row["math"],
         K=row["max_k"] or 1024,
         Kv=row["max_kv"] or 1024,
+        N=row["max_n"] or 1024,
+        M=row["max_n"] or 1024,
         alignment=row["alignment"],
         has_bias=row["bias"],
         bias_alignment=row["bias_alignment"],
@@ -113,6 +115,13 @@ def test_a_forced_row_beyond_its_limits_says_why(name: str) -> None:
         wrong.append(({"K": row["max_k"] + 1}, f"takes K up to {row['max_k']}, K is"))
     if row["max_kv"]:
         wrong.append(({"Kv": row["max_kv"] + 1}, f"takes Kv up to {row['max_kv']}, Kv is"))
+    if row["max_n"]:
+        wrong.append(({"N": row["max_n"] + 1}, f"takes N up to {row['max_n']}, N is"))
+        if row["kind"] == "bwd":
+            wrong.append(({"M": row["max_n"] + 1}, f"takes M up to {row['max_n']}, M is"))
+            wrong.append(({"heads_per_kv": 2}, "a key head for each query head, here 2"))
+    if not row["sequences"]:
+        wrong.append(({"sequences": True}, "takes no packed sequences"))
     if row["alignment"] > 1:
         wrong.append(({"alignment": row["alignment"] // 2}, "in multiples of"))
     if row["math"] == "tf32":

@@ -23,7 +23,7 @@ import pytest
 import torch
 from backward_cases import BackwardCase
 from cases import Case
-from companions import forward_row, scores
+from companions import forward_row, scores, within
 from tolerance import Checker, tf32, ulp
 
 memeff_attn = pytest.importorskip("memeff_attn")
@@ -138,7 +138,8 @@ def shapes(row: dict[str, Any]) -> list[Case]:
     biases = itertools.cycle(specs if row["bias"] else [""])
 
     def case(**fields: Any) -> Case:
-        return Case(row["dtype"], **({"bias": next(biases), "mask": next(masks)} | fields))
+        fields = {"bias": next(biases), "mask": next(masks)} | fields
+        return within(row, Case(row["dtype"], **fields))
 
     found = [
         case(B=1, M=m, N=n, H=2, K=k, Kv=kv)
@@ -217,7 +218,8 @@ def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     extras = itertools.cycle(features)
 
     def case(**fields: Any) -> BackwardCase:
-        return BackwardCase(row["dtype"], **({"mask": next(masks)} | next(extras) | fields))
+        fields = {"mask": next(masks)} | next(extras) | fields
+        return within(row, BackwardCase(row["dtype"], **fields))
 
     found = [case(B=1, M=m, N=n, H=2, K=k, Kv=kv) for m, n in sorted(pairs)]
     found += [case(M=edge[0], N=edge[1], H=1, K=x, Kv=kv) for x in ks for _ in range(2)]
@@ -306,6 +308,7 @@ def test_variant_repeats_are_bit_equal(row: dict[str, Any]) -> None:
                 row["dtype"], B=16, M=300, N=700, H=4, K=k, Kv=kv, mask="bottom_right", **extra
             ),
         ]:
+            case = within(row, case)
             with checker.case(case):
                 inputs = cases.make(case, "cuda")
                 seed = backward_cases.new_seed(1, "cuda") if case.p else None
@@ -370,9 +373,9 @@ def test_variants_agree(dtype: str, extra: str) -> None:
         with checker.case(row["name"]):
             if row["kind"] == "bwd":
                 with backward_cases.forced_backward(row["name"]):
-                    backward_cases.check_case(checker, case, "cuda")
+                    backward_cases.check_case(checker, within(row, case), "cuda")
             else:
-                backward_cases.run_forward([case], "cuda", row["name"])
+                backward_cases.run_forward([within(row, case)], "cuda", row["name"])
     checker.finish()
 
 

@@ -1,22 +1,17 @@
 // Host side of the chained family's forward kernels.
 #pragma once
 
-#include <atomic>
 #include <string>
 
 #include "chained/forward.h"
-#include "status.h"
+#include "common/launch.h"
 #include "tiling.h"
 
 namespace memeff {
 namespace chained {
 
-// True when the elements (row, even column) of every row of the bias are aligned to two elements.
-inline bool bias_in_pairs(BiasView const& bias, Sequences const& sequences) {
-  if (is_packed_bias(sequences)) return false;
-  const int64_t odd = (bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m) & 1;
-  return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes_of(bias.dtype)) == 0;
-}
+using memeff::allow_shared_memory;
+using memeff::launched;
 
 template <typename Element>
 constexpr DType dtype_of() {
@@ -50,30 +45,6 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   args.map = make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, ceil_div(p.value_dim, slab), p.partial.splits,
                            bytes_per_head, packed || causal);
   return args;
-}
-
-// More than 48 KiB of shared memory must be asked for once on each device; bit d remembers device d.
-template <typename Traits, typename Kernel>
-Status allow_shared_memory(Kernel* kernel, std::string const& where) {
-  if (Traits::kSmemBytes <= 48 * 1024) return {};
-  static std::atomic<uint64_t> asked{0};
-  int device = 0;
-  MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
-  const uint64_t bit = uint64_t(1) << (device & 63);
-  if (!(asked.load(std::memory_order_relaxed) & bit) || device > 63) {
-    MEMEFF_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-                      where);
-    asked.fetch_or(bit, std::memory_order_relaxed);
-  }
-  return {};
-}
-
-// The answer after a launch.
-inline Status launched(std::string const& where, uint32_t blocks, int threads, int smem_bytes) {
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return {};
-  return {Code::kCuda, where + " <<<" + std::to_string(blocks) + " blocks, " + std::to_string(threads) + " threads, " +
-                           std::to_string(smem_bytes) + " bytes of shared memory>>>: " + cudaGetErrorString(error)};
 }
 
 // Launches on `stream` of the current device. Never synchronises, never allocates.

@@ -39,6 +39,13 @@ CUTLASS_DEVICE const char* bias_at(BiasView const& bias, int64_t batch, int grou
 // Does the bias cover all packed sequences at once, so that one of them may start at any element of it?
 inline bool is_packed_bias(Sequences const& s) { return is_packed(s) && !s.own_bias; }
 
+// True when the elements (row, even column) of every row of the bias are aligned to two elements.
+inline bool bias_in_pairs(BiasView const& bias, Sequences const& sequences) {
+  if (is_packed_bias(sequences)) return false;
+  const int64_t odd = (bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m) & 1;
+  return bias.stride_n == 1 && odd == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes_of(bias.dtype)) == 0;
+}
+
 // A bool is read as a byte: CUTLASS packs arrays of bool by the bit.
 using BoolByte = uint8_t;
 

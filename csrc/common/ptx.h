@@ -42,6 +42,13 @@ CUTLASS_DEVICE float min_or_nan(float a, float b) {
 // The address within shared memory that the instructions below take.
 CUTLASS_DEVICE uint32_t shared_address(void const* in_shared) { return uint32_t(__cvta_generic_to_shared(in_shared)); }
 
+// Hides how a number came about: what is added to it later stays an addition, an immediate offset of the load, where
+// the compiler would see disjoint bits and keep an address in a register for each.
+CUTLASS_DEVICE uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // 16 bytes as copy_async<16>.
 CUTLASS_DEVICE void copy_async(uint32_t to, void const* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
