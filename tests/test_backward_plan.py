@@ -252,7 +252,7 @@ def expected_plan(
                 blocks *= up(full, tile)
         bias_splits = splits(blocks, loop, sizes["bias"], r["sm_count"])
     total = up(b * h * m, 4) * 4
-    total += b * h * m * up(r["K"], 16) * 16 if row["adds_query"] else 0
+    total += b * h * up(m, 8) * 8 * up(r["K"], 16) * 16 if row["adds_query"] else 0
     for count, numel in zip(
         (query, key_value, key_value, bias_splits), sizes.values(), strict=True
     ):
@@ -283,12 +283,12 @@ def test_few_queries_split_the_keys_and_few_keys_the_queries() -> None:
 @needs_rows
 @pytest.mark.parametrize("width", [8, 64, 72, 128, 256])
 def test_rows_that_add_up_the_gradient_of_the_query_sum_in_the_workspace(width: int) -> None:
-    """In its columns rounded up to 16; the loop of the keys' gradients is split as ever."""
+    """In rows rounded up to 8, columns to 16; the loop of the keys' gradients is split as ever."""
     fields = {"K": width, "Kv": width, "deterministic": False}
     got = plan(B=8, H=16, M=1001, **fields)
     assert next(r for r in ROWS if r["name"] == got["row"])["adds_query"]
     assert counts(got) == (1, 1, 1)
-    assert got["workspace"] == 8 * 16 * 1001 * (1 + up(width, 16) * 16)
+    assert got["workspace"] == 8 * 16 * (1001 + 1008 * up(width, 16) * 16)
     assert plan(B=1, H=1, M=1 << 16, N=64, **fields)["key_value"] > 1
 
 
