@@ -17,16 +17,16 @@ Row = dict[str, Any]  # of _C.variants()
 
 
 def scores(row: Row) -> str:
-    """How a row computes S: "compensated" sums, "ffma", or matrix "products".
+    """How a row computes S: "compensated" sums, products of "split" operands, or matrix "products".
 
     The table does not say it; limits do, as test_dispatch_pairs.py checks against the rows' C++
     types: in fp32 on sm80, the rows for few queries take compensated sums (CompensatedQk), and
-    those that stop at K = 32 take FFMA (ResidentQk<32>)."""
+    those that stop at K = 128 or before split their operands when they enter (Sm80Split)."""
     if (row["arch"], row["dtype"], row["math"]) != ("sm80", "f32", "ieee"):
         return "products"
     if row["max_m"]:
         return "compensated"
-    return "ffma" if 0 < row["max_k"] <= 32 else "products"
+    return "split" if 0 < row["max_k"] <= 128 else "products"
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)

@@ -4,7 +4,6 @@ and those that tests force together (companions.py). No GPU needed."""
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import pytest
@@ -51,11 +50,10 @@ def test_kinds_of_scores_are_those_of_the_types() -> None:
     """What companions.scores reads off the limits is what the C++ type of each row says."""
     for row in kernels_module().load_rows():
         kind = "products"
-        resident = re.search(r"ResidentQk<(\d+)>", row.traits)
         if "CompensatedQk" in row.traits:
             kind = "compensated"
-        elif "Sm80Fp32" in row.traits and resident and int(resident[1]) <= 32:
-            kind = "ffma"  # ForwardTraits::kFmaScores
+        elif "Sm80Split" in row.traits:
+            kind = "split"
         assert scores(TABLE[row.name]) == kind, row.name
 
 
