@@ -651,6 +651,7 @@ def own_rows(maker: str, shapes: list[Any]) -> Iterator[Variant]:
 
 
 VARIANTS: list[Variant] = [
+    *own_rows("ring_rows", own.RINGS),
     *own_rows("short_rows", own.SHORT),
     *own_rows("thin_rows", own.SMALL_K),
     *wgmma(HOPPER, "cutlass::half_t", "f16"),
