@@ -74,7 +74,6 @@ CUTLASS_DEVICE void load_matrices(uint32_t (&x)[4], uint32_t address) {
 #endif
 }
 
-<<<<<<< HEAD
 // The inverse of load_matrices<false>. PTX ISA 9.7.14 "stmatrix"; before sm_90 four stores, each to the row whose
 // address another lane gave.
 CUTLASS_DEVICE void store_matrices(uint32_t address, uint32_t const (&x)[4]) {
@@ -88,7 +87,10 @@ CUTLASS_DEVICE void store_matrices(uint32_t address, uint32_t const (&x)[4]) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t to = __shfl_sync(0xffffffffu, address, 8 * i + lane / 4) + lane % 4 * 4;
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x[i]) : "memory");
-=======
+  }
+#endif
+}
+
 // A barrier in shared memory, 8 bytes, that a phase of `count` arrivals passes. Before its first use: a barrier of the
 // block. PTX ISA 9.7.13.15 "mbarrier"; sm_80 and later.
 CUTLASS_DEVICE void start_barrier(uint32_t barrier, int count) {
@@ -116,12 +118,10 @@ CUTLASS_DEVICE void wait_for_phase(uint32_t barrier, int parity) {
         : "memory");
     if (passed != 0) return;
     __nanosleep(32);
->>>>>>> 347d465c9630aada65200e35df265ccc52a3d01f
   }
 #endif
 }
 
-<<<<<<< HEAD
 // A barrier of `threads` threads (whole warps) of the block; id 1 to 15. arrive: without waiting. PTX ISA 9.7.13 "bar".
 CUTLASS_DEVICE void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -144,7 +144,5 @@ CUTLASS_DEVICE void add_to_global(float* to, float a, float b, float c, float d)
 #endif
 }
 
-=======
->>>>>>> 347d465c9630aada65200e35df265ccc52a3d01f
 }  // namespace ptx
 }  // namespace memeff
