@@ -122,6 +122,7 @@ class Wgmma:
     smem: dict[str, int]  # of each kind (a key of FEATURES)
     spills: bool = True  # in the warp that copies, and a few in tiles with masks
     min_blocks_per_sm: float = 0.5
+    max_m: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,7 @@ def wgmma(shapes: list[Wgmma], cpp_element: str, dtype: str) -> Iterator[Variant
                 traits=f"hopper::ForwardTraits<{cpp_element}, hopper::Tile<{tile}>, "
                 f"{shape.stages}, chained::{policy}>",
                 min_m=65,
+                max_m=shape.max_m,
                 min_blocks_per_sm=shape.min_blocks_per_sm,
                 pages=False,
                 bias_alignment=8 * bias,
@@ -308,6 +310,7 @@ def gradients(
 
 # Hopper: TMA and wgmma.
 HOPPER = [
+    Wgmma("k64_m256", (128, 128, 64), 2, {"plain": 99328}, max_m=256),
     Wgmma("k64", (192, 128, 64), 2, {"plain": 115712, "dropout": 115712}),
     Wgmma("k64", (128, 128, 64), 2, {"bias": 164864}),
     Wgmma("k96", (128, 128, 96), 2, {"plain": 197632, "bias": 230400}),
@@ -685,9 +688,9 @@ VARIANTS: list[Variant] = [
     *variants(HMMA_FULL, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
     *variants(SIMT_FULL, "simt", "Simt<float>", "f32", (70, 79)),
     *variants(SIMT_FULL, "simt", "Simt<cutlass::bfloat16_t>", "bf16", (70, 79)),
+    *own_rows("gradient_rows", own.SHORT_GRADIENTS),
     *sum_gradients(SUM_GRADIENTS, "half_t", "f16", (80, 999)),
     *sum_gradients(SUM_GRADIENTS, "bfloat16_t", "bf16", (80, 999)),
-    *own_rows("gradient_rows", own.SHORT_GRADIENTS),
     *gradients(GRADIENTS_SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *gradients(
         GRADIENTS_SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)
