@@ -96,6 +96,45 @@ struct FmaProduct {
   }
 };
 
+// acc += A[row0.., 0:depth] * B[0:depth, column0..] for the accumulators of one lane, in sums of 16 products. Layouts:
+// functions of (row, column) to elements; A's keeps four columns side by side. Columns of A and rows of B from depth up
+// to the next multiple of 4 must be zero.
+template <typename Coord, typename Fragment, typename LayoutA, typename LayoutB>
+CUTLASS_DEVICE void multiply_by_fma(Fragment& acc, float const* a, LayoutA const& layout_a, float const* b,
+                                    LayoutB const& layout_b, int row0, int column0, int lane, int depth) {
+  constexpr int kChunk = 16, kBlock = Coord::kColumns < 4 ? Coord::kColumns : 4;  // fewer sums live
+#pragma unroll 1
+  for (int k0 = 0; k0 < depth; k0 += kChunk) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j0 = 0; j0 < Coord::kColumns; j0 += kBlock) {
+      PlainSum sums[Coord::kRows][kBlock];
+#pragma unroll 1
+      for (int k = k0; k < k0 + kChunk && k < depth; k += 4) {
+        float rows[Coord::kRows][4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Coord::kRows; ++i) {
+          *reinterpret_cast<float4*>(rows[i]) = PlainFour::load(a + layout_a({row0 + Coord::row(lane, i), k}));
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kBlock; ++j) {
+          const int column = column0 + Coord::column(lane, j0 + j);
+          CUTLASS_PRAGMA_UNROLL
+          for (int d = 0; d < 4; ++d) {
+            const float value = b[layout_b({k + d, column})];
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < Coord::kRows; ++i) sums[i][j].add(rows[i][d], value);
+          }
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Coord::kRows; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kBlock; ++j) acc[Coord::index(i, j0 + j)] += sums[i][j].value();
+      }
+    }
+  }
+}
+
 // The second product by FFMA: same use as ResidentMma, A and B in its layouts (fp32).
 template <typename Core, int kStages>
 class FmaMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages> {
@@ -104,8 +143,6 @@ class FmaMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, 
   using Operator = typename Base::Operator;
   using FragmentC = typename Operator::FragmentC;
   using WarpCount = typename Base::WarpCount;
-  using Coord = AccCoord<typename Operator::IteratorC>;
-  static constexpr int kChunk = 16;  // products in one sum
 
   CUTLASS_DEVICE FmaMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)
       : Base(storage, thread, warp, lane), a_(storage.operand_A.data()), b_(storage.operand_B.data()), lane_(lane) {
@@ -113,41 +150,11 @@ class FmaMma : public cutlass::gemm::threadblock::MmaBase<typename Core::Shape, 
     column0_ = warp / WarpCount::kM * Operator::Shape::kN;
   }
 
-  // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 4 must be
-  // zero; those beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
-    const auto layout_a = Base::SharedStorage::LayoutA();
-    const auto layout_b = Base::SharedStorage::LayoutB();
     constexpr int kAll = Core::Shape::kK * kStages;
-    const int end = depth < kAll ? depth : kAll;
-#pragma unroll 1
-    for (int k0 = 0; k0 < end; k0 += kChunk) {
-      PlainSum sums[Coord::kRows][Coord::kColumns];
-#pragma unroll 1
-      for (int k = k0; k < k0 + kChunk && k < end; k += 4) {
-        float rows[Coord::kRows][4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Coord::kRows; ++i) {
-          *reinterpret_cast<float4*>(rows[i]) =
-              *reinterpret_cast<float4 const*>(a_ + layout_a({row0_ + Coord::row(lane_, i), k}));
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Coord::kColumns; ++j) {
-          const int column = column0_ + Coord::column(lane_, j);
-          CUTLASS_PRAGMA_UNROLL
-          for (int d = 0; d < 4; ++d) {
-            const float b = b_[layout_b({k + d, column})];
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Coord::kRows; ++i) sums[i][j].add(rows[i][d], b);
-          }
-        }
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Coord::kRows; ++i) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Coord::kColumns; ++j) acc[Coord::index(i, j)] += sums[i][j].value();
-      }
-    }
+    multiply_by_fma<AccCoord<typename Operator::IteratorC>>(acc, a_, Base::SharedStorage::LayoutA(), b_,
+                                                            Base::SharedStorage::LayoutB(), row0_, column0_, lane_,
+                                                            depth < kAll ? depth : kAll);
   }
 
  private:

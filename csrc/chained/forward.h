@@ -151,6 +151,14 @@ struct ForwardBlock : ForwardTile<Traits> {
                          lane, [&](int i, int e) { return inverse[i] == 0.f ? 0.f : o[e] * inverse[i]; });
   }
 
+  // Factors of the epilogue.
+  CUTLASS_DEVICE auto& scales() const {
+    if constexpr (Traits::kInParts) {
+      return smem.flush.scales;
+    } else {
+      return smem.scratch;
+    }
+  }
   CUTLASS_DEVICE void publish(float (&to)[kTileM], float const (&factor)[CoordS::kRows]) const {
     if (warp_n != 0 || !row_leader()) return;
     CUTLASS_PRAGMA_UNROLL
@@ -170,11 +178,11 @@ struct ForwardBlock : ForwardTile<Traits> {
     if constexpr (Traits::kHasSource) {
       typename Traits::SourceIterator::Params from(layout);
       typename Traits::SourceIterator source(from, out + column0, extent, thread);
-      typename Traits::Visitor visitor(destination, typename Traits::Source(source, smem.scratch.source_scale, add),
-                                       smem.scratch.scale);
+      typename Traits::Visitor visitor(destination, typename Traits::Source(source, scales().source_scale, add),
+                                       scales().scale);
       epilogue(visitor, o);
     } else {
-      typename Traits::Visitor visitor(destination, typename Traits::Source(), smem.scratch.scale);
+      typename Traits::Visitor visitor(destination, typename Traits::Source(), scales().scale);
       epilogue(visitor, o);
     }
   }
@@ -275,10 +283,15 @@ struct ForwardBlock : ForwardTile<Traits> {
     float one[CoordS::kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < CoordS::kRows; ++i) one[i] = 1.f;
-    publish(smem.scratch.scale, one);
-    publish(smem.scratch.source_scale, state.pending);
+    if constexpr (Traits::kInParts) __syncthreads();  // every warp is done with V, whose place the factors take
+    publish(scales().scale, one);
+    publish(scales().source_scale, state.pending);
     __syncthreads();  // factors are published; every warp is done with P and V, whose place the epilogue takes
-    store_output(o, smem.flush_epilogue, 0, state.aside);
+    if constexpr (Traits::kInParts) {
+      store_output(o, smem.flush.epilogue, 0, state.aside);
+    } else {
+      store_output(o, smem.flush, 0, state.aside);
+    }
     o.clear();
     state.set_aside();
   }
@@ -338,8 +351,8 @@ struct ForwardBlock : ForwardTile<Traits> {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < CoordS::kRows; ++i) alpha[i] *= scale[i];
     }
-    publish(smem.scratch.scale, scale);
-    publish(smem.scratch.source_scale, alpha);
+    publish(scales().scale, scale);
+    publish(scales().source_scale, alpha);
   }
 
   // OutputInMemory: P V(j), one value tile after the other, added to the output.
@@ -381,11 +394,11 @@ struct ForwardBlock : ForwardTile<Traits> {
         return;
       }
     }
-    publish(smem.scratch.scale, inverse);
+    publish(scales().scale, inverse);
     if constexpr (kFlush) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < CoordS::kRows; ++i) state.pending[i] *= inverse[i];
-      publish(smem.scratch.source_scale, state.pending);
+      publish(scales().source_scale, state.pending);
     }
     __syncthreads();  // the epilogue's storage overlaps the first product's operands
     for (int column0 = 0; column0 < (kInMemory ? values : 1); column0 += kValueTile) {

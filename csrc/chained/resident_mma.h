@@ -69,8 +69,14 @@ class ResidentMma
   // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 2 kGroupK
   // must be finite (zero-filled); those beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
-    if constexpr (kSplit != Fp32Split::kNone) {
-      multiply_split(acc, depth);
+    if constexpr (kSplit == Fp32Split::kShort) {
+      if (depth <= kFewProducts) {
+        multiply_split<true>(acc, depth);
+      } else {
+        multiply_split<false>(acc, depth);
+      }
+    } else if constexpr (kSplit != Fp32Split::kNone) {
+      multiply_split<false>(acc, depth);
     } else if constexpr (kChunk > 0) {
       multiply_chunks(acc, depth);
     } else if (depth > (kGroups - 1) * kGroupK) {
@@ -92,6 +98,8 @@ class ResidentMma
  private:
   using FragmentA = typename Operator::FragmentA;
   using FragmentB = typename Operator::FragmentB;
+
+  static constexpr int kFewProducts = 4;  // kShort: up to so many rows of B, what two parts leave of a number shows
 
   // For kTransposedB.
   typename Operator::ElementB const* b_ = nullptr;
@@ -158,6 +166,7 @@ class ResidentMma
 
   // Stages are a real loop: unrolled, the splits of all of them would be pulled up until registers spill. kExact: the
   // steps of a stage are added up before they join the accumulator, since a running sum rounds at every addition.
+  template <bool kFew>
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
     constexpr bool kByStage = kSplit != Fp32Split::kShort;
     constexpr int kSteps = !kByStage && kGroupsPerStage % 2 == 0 ? 2 : 1;
@@ -179,6 +188,7 @@ class ResidentMma
           FragmentA frag_a;
           FragmentB frag_b;
           load(a, b, frag_a, frag_b, group + step);
+          if constexpr (kFew) rest_step(sum, frag_a, frag_b);
           split_step(sum, frag_a, frag_b);
         }
         add(to, sum);
@@ -216,6 +226,29 @@ class ResidentMma
       high[e] = Tf32::bitcast(__float_as_uint(rounded));
       low[e] = Tf32::bitcast(__float_as_uint(__fmul_rn(__fsub_rn(x[e], rounded), kRound)));
     }
+  }
+
+  // What high and low leave of a number: 2^-22 of it.
+  template <int kCount, typename Tf32>
+  CUTLASS_DEVICE static void split_rest(cutlass::Array<float, kCount> const& x, cutlass::Array<Tf32, kCount>& high,
+                                        cutlass::Array<Tf32, kCount>& low, cutlass::Array<Tf32, kCount>& rest) {
+    split(x, high, low);
+    CUTLASS_PRAGMA_UNROLL
+    for (int e = 0; e < kCount; ++e) {
+      low[e] = Tf32::bitcast(low[e].raw() & 0xffffe000);  // as the tensor cores cut it
+      rest[e] = Tf32::bitcast(__float_as_uint((x[e] - float(high[e])) - float(low[e])));
+    }
+  }
+  // The products that split_step drops.
+  CUTLASS_DEVICE static void rest_step(FragmentC& sum, FragmentA const& frag_a, FragmentB const& frag_b) {
+    Operator mma;
+    typename Operator::TransformedFragmentA high_a, low_a, rest_a;
+    typename Operator::TransformedFragmentB high_b, low_b, rest_b;
+    split_rest(frag_a, high_a, low_a, rest_a);
+    split_rest(frag_b, high_b, low_b, rest_b);
+    mma(sum, rest_a, high_b, sum);
+    mma(sum, high_a, rest_b, sum);
+    mma(sum, low_a, low_b, sum);
   }
 
   CUTLASS_DEVICE static void split_step(FragmentC& sum, FragmentA const& frag_a, FragmentB const& frag_b) {

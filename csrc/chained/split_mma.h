@@ -42,23 +42,39 @@ struct SplitStep {
   using IteratorB = typename Chunk::IteratorB;
 
   template <int kPart, typename Iterator, typename Fragment>
-  CUTLASS_DEVICE static void load(Iterator const& from, Fragment (&parts)[kParts]) {
+  CUTLASS_DEVICE static void load(Iterator const& from, Fragment& fragment, int part) {
+    from.load_with_byte_offset(fragment, part * kPart * int(sizeof(cutlass::bfloat16_t)));
+  }
+  template <int kPart, typename Iterator, typename Fragment>
+  CUTLASS_DEVICE static void load_all(Iterator const& from, Fragment (&parts)[kParts]) {
     CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kParts; ++part) {
-      from.load_with_byte_offset(parts[part], part * kPart * int(sizeof(cutlass::bfloat16_t)));
-    }
+    for (int part = 0; part < kParts; ++part) load<kPart>(from, parts[part], part);
   }
 
-  // Columns [chunk * kColumns, + kColumns) of acc += A B.
-  template <typename Accumulators>
-  CUTLASS_DEVICE static void add(Accumulators& acc, FragmentA const (&a)[kParts], FragmentB const (&b)[kParts],
-                                 int chunk) {
-    constexpr int kLeft[6] = {0, 2, 1, 0, 1, 0}, kRight[6] = {2, 0, 1, 1, 0, 0};
+  // Columns [chunk * kColumns, + kColumns) of acc += A B, one part of B after the other, the largest products last:
+  //   p0 q2 | p1 q1, p0 q1 | p2 q0, p1 q0, p0 q0
+  template <int kPartB, typename Accumulators>
+  CUTLASS_DEVICE static void add(Accumulators& acc, FragmentA const (&a)[kParts], IteratorB const& from, int chunk) {
     typename Chunk::FragmentC sum;
     sum.clear();
     Chunk mma;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 6; ++i) mma(sum, a[kTransposed ? kRight[i] : kLeft[i]], b[kTransposed ? kLeft[i] : kRight[i]], sum);
+    if constexpr (kTransposed) {  // the same with p and q exchanged
+      FragmentB b[kParts];
+      load_all<kPartB>(from, b);
+      CUTLASS_PRAGMA_UNROLL
+      for (int of_a = kParts - 1; of_a >= 0; --of_a) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int of_b = kParts - 1 - of_a; of_b >= 0; --of_b) mma(sum, a[of_a], b[of_b], sum);
+      }
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int of_b = kParts - 1; of_b >= 0; --of_b) {
+        FragmentB b;
+        load<kPartB>(from, b, of_b);
+        CUTLASS_PRAGMA_UNROLL
+        for (int of_a = kParts - 1 - of_b; of_a >= 0; --of_a) mma(sum, a[of_a], b, sum);
+      }
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < Chunk::FragmentC::kElements; ++e) acc[chunk * Chunk::FragmentC::kElements + e] += sum[e];
   }
@@ -103,7 +119,8 @@ class SplitMma {
   }
 
   // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 16 must be
-  // zero; those beyond are not touched.
+  // zero; those beyond are not touched. (A branch a step keeps the loads of one step from being pulled before another,
+  // where no registers are left for them; two warps a scheduler hide them.)
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
     auto a = a_;
     typename Step::IteratorB b[Step::kChunks];
@@ -119,15 +136,13 @@ class SplitMma {
         if ((stage * Stock::kWarpGemmIterations + group) * Step::kGroupK >= depth) return;
         typename Step::FragmentA parts_a[kParts];
         a.set_kgroup_index(group);
-        Step::template load<Storage::kPartA>(a, parts_a);
+        Step::template load_all<Storage::kPartA>(a, parts_a);
         ++a;
         CUTLASS_PRAGMA_UNROLL
         for (int chunk = 0; chunk < Step::kChunks; ++chunk) {
-          typename Step::FragmentB parts_b[kParts];
           b[chunk].set_kgroup_index(group);
-          Step::template load<Storage::kPartB>(b[chunk], parts_b);
+          Step::template add<Storage::kPartB>(acc, parts_a, b[chunk], chunk);
           ++b[chunk];
-          Step::add(acc, parts_a, parts_b, chunk);
         }
       }
     }
@@ -150,7 +165,7 @@ class SplitRegisterMma {
   using WarpCount = typename Base::WarpCount;
   static constexpr int kShares = WarpCount::kN;
   using Wide = cutlass::Array<float, kShares * FragmentC::kElements>;
-  using Step = SplitStep<Operator, false, kShares == 1 ? 0 : 32>;
+  using Step = SplitStep<Operator, false>;
   static constexpr int kChunks = kShares * Step::kChunks;
   static constexpr int kPartB = Base::SharedStorage::ShapeB::kCount;
   static constexpr int kGroupsPerStage = Base::kWarpGemmIterations;
@@ -189,10 +204,8 @@ class SplitRegisterMma {
       split_weights(parts_a, s, group);
       CUTLASS_PRAGMA_UNROLL
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        typename Step::FragmentB parts_b[kParts];
-        Step::template load<kPartB>(b[chunk], parts_b);
+        Step::template add<kPartB>(acc, parts_a, b[chunk], chunk);
         ++b[chunk];
-        Step::add(acc, parts_a, parts_b, chunk);
       }
     }
   }

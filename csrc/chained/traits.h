@@ -325,9 +325,23 @@ struct ForwardTraits {
   struct SourceScale {
     float source_scale[kTileM];  // epilogue: factor of what the output already holds
   };
-  struct Scratch : StagingOf<kInParts>, std::conditional_t<kHasSource, SourceScale, Empty> {
+  struct RowScales : std::conditional_t<kHasSource, SourceScale, Empty> {
+    float scale[kTileM];  // epilogue: factor of the accumulators
+  };
+  struct RowParts {
     float row_part[kWarpsN][kTileM];  // maxima, at the end sums, exchanged between the warps of a row
-    float scale[kTileM];              // epilogue: factor of the accumulators
+  };
+  struct NoParts {
+    float row_part[1][1];
+  };
+  // In parts every byte counts: the factors lie where the values were, behind the epilogue's storage.
+  struct FlushSpace {
+    typename Epilogue::SharedStorage epilogue;
+    RowScales scales;
+  };
+  struct Scratch : StagingOf<kInParts>,
+                   std::conditional_t<kInParts, Empty, RowScales>,
+                   std::conditional_t<kInParts && kWarpsN == 1, NoParts, RowParts> {
     // Kept here, not in registers.
     Problem n;
     Visibility see;
@@ -342,8 +356,9 @@ struct ForwardTraits {
     };
     union {
       typename PvOf<kWeightsInRegisters>::Storage pv;
-      std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage,
-                         Empty> flush_epilogue;  // P and V are used
+      std::conditional_t<kInParts, FlushSpace,
+                         std::conditional_t<(kFlushKeys > 0), typename Epilogue::SharedStorage, Empty>>
+          flush;  // P and V are used
     };
     std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage,
                        Empty> epilogue;  // P is still needed
