@@ -108,7 +108,7 @@ def test_b13_many_batches_of_tiny_sequences(device: str, dtype: str) -> None:
 @pytest.mark.parametrize("side", ["queries", "keys"])
 def test_b14_token_offset(side: str, gpu_memory: Memory) -> None:
     """H = 32, K = 128: element offsets pass 2^31 at token 524288, on the side of each loop."""
-    gpu_memory(30)
+    gpu_memory(36)
     long, short = 524288 + 320, 40
     m, n = (long, short) if side == "queries" else (short, long)
     query, grad_out = (random("cuda", "bf16", 1, m, 32, 128) for _ in range(2))

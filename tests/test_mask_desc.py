@@ -105,7 +105,7 @@ def backward(mask: Any, causal: int = 1, bias: Tensor | None = None, **given: An
     grad_bias = None if bias is None else torch.empty(bias.shape, dtype=bias.dtype)
     delta = given.get("delta")
     tensors = query, query, key, value, bias, query, lse, None, delta, *grads, grad_bias
-    settings = 1.0, 0.0, causal, False, ""
+    settings = False, 1.0, 0.0, causal, False, ""
     answer = _C.backward(*tensors, unasked, *settings, mask, 0)
     by_scalars = described(mask)
     more = _C.backward_scalars(*map(scalars, tensors), unasked, *settings, by_scalars, 0, -1)

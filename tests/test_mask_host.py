@@ -56,7 +56,7 @@ class Module:
 
     def backward(self, *arguments: Any) -> ops.Failure | None:
         grad_out, query, key, value, bias, out, lse, seed, delta, *wanted = arguments[:13]
-        _, scale, p, causal, _, _, mask, _ = arguments[13:]
+        _, _, scale, p, causal, _, _, mask, _ = arguments[13:]
         if 0 in out.shape or 0 in key.shape:
             return ops.INVALID, "a tensor is empty"
         rule = self.rule(query, key, bias, causal, mask)

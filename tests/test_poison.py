@@ -269,7 +269,7 @@ class BackwardLaunch:
             None,
             *grads,
         )
-        numbers = (scale, self.p, causal, self.row["math"] == "tf32", self.row["name"])
+        numbers = (False, scale, self.p, causal, self.row["math"] == "tf32", self.row["name"])
         spaces: list[Flat] = []
 
         def allocate(elements: int) -> Tensor:

@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaKernelArgs args) {
     if (valid && lane == 0) a.delta[(row.batch * a.heads + row.head) * a.queries + row.query] = sum.total();
   }
   if constexpr (sizeof(T) == 2) {  // rows that add dQ up take 16 bits
+    if (a.zeros == nullptr) return;
     const int64_t step = int64_t(gridDim.x) * kThreads * 4;
     for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < a.zero_numel; i += step) {
       *reinterpret_cast<float4*>(a.zeros + i) = make_float4(0.f, 0.f, 0.f, 0.f);
