@@ -34,13 +34,7 @@ from cuda import ROOT, BuildError
 CSRC = ROOT / "csrc"
 HOST_FILES = sorted(p.name for p in CSRC.glob("*.cpp") if p.name != "binding.cpp")
 # Kernels that belong to no row: compiled for every arch of the build, replaced in host-only builds.
-REDUCE_FILES = [
-    "reduce/delta.cu",
-    "reduce/merge.cu",
-    "reduce/pack.cu",
-    "reduce/query_gradient.cu",
-    "reduce/sum_splits.cu",
-]
+REDUCE_FILES = sorted(f"reduce/{p.name}" for p in (CSRC / "reduce").glob("*.cu"))
 REDUCE_HOST_ONLY = "reduce/host_only.cpp"
 RAM_PER_JOB_GB = 3  # peak of one nvcc on a CUTLASS unit
 HOST_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden -DNDEBUG -Wall -Wextra"

@@ -179,7 +179,7 @@ def ring_rows(shapes: list[Ring], dtype: str) -> Iterator[Fields]:
             "bias": False,
             "tile_m": 16 * x.strips * x.warps,
             "tile_n": x.max_n,
-            # Keys, values, a barrier and a counter of each buffer, one more counter; whole 128 bytes.
+            # Keys, values, a barrier and a counter of each buffer, one more counter; in 128 bytes.
             "smem_bytes": -(-(x.buffers * (4 * x.max_n * x.max_k + 12) + 4) // 128) * 128,
             "traits": traits("Ring", dtype, *sizes),
             "max_n": x.max_n,

@@ -118,8 +118,8 @@ def head_dims(row: dict[str, Any]) -> tuple[list[int], list[int], int, int]:
 def strides_of(row: dict[str, Any]) -> list[str]:
     step = row["alignment"]
     layouts = ["heads_first", "packed", "batch0", "rows0", "heads0"]
-    layouts += [f"padded{8 if step > 1 else 1}"]
-    return layouts + (["offset1", "mixed", "last_dim"] if step == 1 else [])
+    odd = ["padded1", "offset1", "mixed", "last_dim"]
+    return layouts + (odd if step == 1 else ["padded8"])
 
 
 def bias_kinds(row: dict[str, Any]) -> list[str]:
@@ -171,10 +171,9 @@ def shapes(row: dict[str, Any]) -> list[Case]:
     found += [case(M=70, N=150, K=k, Kv=kv, scale=s) for s in (0.0, -0.3, 2.0)]
     found += [case(B=3, M=150, N=500, H=5, K=k, Kv=kv, mask=m) for m in cases.MASKS]
     if row["bias"]:
-        aligned = bool(row["bias_alignment"])  # then the keys' stride is 1
-        layouts = [] if aligned else [":padded", ":transposed", ":offset", ":expanded"]
         kinds = bias_kinds(row)
-        keys = "n" if aligned else "n1"
+        layouts = [":padded", ":transposed", ":offset", ":expanded"] if len(kinds) > 1 else []
+        keys = "n1" if len(kinds) > 1 else "n"  # an aligned bias has a keys' stride of 1
         broadcasts = ["".join(p) for p in itertools.product("b1", "h1", "m1", keys)]
         found += [
             case(M=m_edge, N=n_edge, K=k, Kv=kv, bias=b + d)
