@@ -36,9 +36,9 @@ def test_parts_fill_the_gpu_once() -> None:
     assert plan(B=64, M=1, N=2048, H=32)[1] == 1
     assert plan(B=1, M=1, N=256, H=1)[1] == 1
     assert plan(B=8, M=2048, N=2048, H=16)[1] == 1
-    for rows, row in ((4, "few"), (64, "k128")):
-        name, parts = plan(B=1, M=rows, N=32768, H=8, alignment=4, dtype="f32")
-        assert name == f"chained_sm80_f32_{row}" and 132 // 8 <= parts <= 64
+    for rows in (4, 64):
+        _, parts = plan(B=1, M=rows, N=32768, H=8, alignment=4, dtype="f32")
+        assert 132 // 8 <= parts <= 64
 
 
 def test_long_keys_keep_the_large_tile() -> None:
