@@ -220,7 +220,7 @@ SIMT_FULL = [
 # Backward, five products, dQ added up. Up to K = 64 whole sequences of 128 have their own kernel.
 # The small ones: two blocks of 163 KB (A100), or one.
 SUM_GRADIENTS = [
-    SumGradient("k32", (128, 64, 32), 1, 1, 64, 2, (67072, 67072), blocks=2, spills=True,
+    SumGradient("k32", (128, 64, 32), 1, 1, 32, 2, (67072, 67072), blocks=3, spills=True,
                 min_length=128),
     SumGradient("k64", (128, 64, 64), 1, 1, 32, 2, (99840, 99840), blocks=2, spills=True,
                 min_length=128),

@@ -94,9 +94,10 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
     if (steps == 0) return;
     const int first_head = first > 0 ? first / per_head : 0;
-    // Blocks that run at the same time start with different queries, so that their additions to dQ do not meet.
-    const int tiles = (n.keys + kTileM - 1) / kTileM;
-    turn = first_tile + int(int64_t(found.tile) * per_head / tiles);
+    turn = first_tile;
+    if constexpr (Traits::kTurned) {
+      turn += int(int64_t(found.tile) * per_head / ((n.keys + kTileM - 1) / kTileM));
+    }
     before = now = {first_head, turn + first - first_head * per_head};
     if (now.tile >= end) now.tile -= per_head, before = now;
     next = after(now);
@@ -224,15 +225,12 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
   }
 
-  // prefetch: starts the copies of the next step.
-  template <typename F>
-  CUTLASS_DEVICE void step_with_roles(Gradient& sums, int buffer, int ds_buffer, bool delayed, F prefetch) const {
+  CUTLASS_DEVICE void step_with_roles(Gradient& sums, int buffer, int ds_buffer, bool delayed) const {
     const bool of_key = role == 1, whole = this->all_visible(now.tile * kTileN);
     if (delayed && of_key) this->add_query_gradient(before, ds_buffer ^ 1);
     Scores s;
     ScoreWeights w;
     this->multiply_scores(s, buffer, part * Traits::kScoreWidth, of_key);
-    prefetch();
     if (whole) {
       step_in_role<false>(w, s, ds_buffer);
     } else {
@@ -259,23 +257,20 @@ struct BackwardBlock : BackwardWarp<Traits> {
       const bool more = step + 1 < steps;
       const int ds_buffer = kDelayed ? buffer : 0;
       Statistics statistics;
-      const auto prefetch = [&] {
-        if (more) {
-          start_queries(next, buffer ^ 1);
-          statistics = load_statistics(next);
-        }
-        cutlass::arch::cp_async_fence();
-      };
+      if (more) {
+        start_queries(next, buffer ^ 1);
+        statistics = load_statistics(next);
+      }
+      cutlass::arch::cp_async_fence();
       if constexpr (kRoles == 1) {
         if (kDelayed && step > 0) this->add_query_gradient(before, ds_buffer ^ 1);
-        prefetch();
         if (this->all_visible(now.tile * kTileN)) {
           step_alone<false>(sums[0], sums[1], buffer, ds_buffer);
         } else {
           step_alone<true>(sums[0], sums[1], buffer, ds_buffer);
         }
       } else {
-        step_with_roles(sums[0], buffer, ds_buffer, kDelayed && step > 0, prefetch);
+        step_with_roles(sums[0], buffer, ds_buffer, kDelayed && step > 0);
       }
       if (!kDelayed) __syncthreads();  // dS is there, the statistics are used
       if (more) store_statistics(statistics, kDelayed ? buffer ^ 1 : 0);

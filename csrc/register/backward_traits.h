@@ -65,6 +65,10 @@ struct BackwardRow {
 
   static_assert((kRoles == 1 ? 2 : 1) * kColumns <= 128, "a lane holds at most 128 accumulators of dK and dV");
 
+  // Both as measured (docs/performance.md). kTurned: blocks that run at the same time start with different queries, so
+  // that their additions to dQ do not meet. kWholeSums: additions of whole tiles take no branch.
+  static constexpr bool kTurned = kRoles == 2 && kParts == 1, kWholeSums = kParts == 1;
+
   // Where the operands of a head begin, at the first rows of its sequence.
   struct HeadStart {
     Element const *query, *grad_out, *key, *value;

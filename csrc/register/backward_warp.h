@@ -254,11 +254,10 @@ struct BackwardWarp {
       add_to_sums(sums, to + column * 8, 8 * columns, n.queries - row, columns - column);
     }
   }
-  // stride: from one 8 rows to the next. rows, columns: what is left from the warp's first ones on. Whole tiles take no
-  // branch.
+  // stride: from one 8 rows to the next. rows, columns: what is left from the warp's first ones on.
   CUTLASS_DEVICE void add_to_sums(typename Traits::QueryGradient const& sums, float* to, int stride, int rows,
                                   int columns) const {
-    if (rows >= 32 && columns >= Traits::kQueryStep) {
+    if (Traits::kWholeSums && rows >= 32 && columns >= Traits::kQueryStep) {
       each_of_sums(sums, to, stride, [](int, int) { return true; });
     } else {
       each_of_sums(sums, to, stride, [&](int row, int column) { return row + (lane >> 2) < rows && column < columns; });
