@@ -416,8 +416,8 @@ def test_a_forward_row_goes_with_each_backward_row() -> None:
 
 
 def test_named_companions() -> None:
-    """The same tile where there is one, FFMA with FFMA, compensated sums with themselves; never a
-    tile that the GPU has no shared memory for."""
+    """The same tile where there is one, three parts with three parts, compensated sums with
+    themselves; never a tile that the GPU has no shared memory for."""
     _C = pytest.importorskip("memeff_attn._C")
     table = {row["name"]: row for row in _C.variants()}
 
