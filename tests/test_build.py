@@ -30,8 +30,7 @@ kernels = load(ROOT / "csrc" / "kernels.py")
 build_kernels = load(TOOLS / "build_kernels.py")
 check_sass = load(TOOLS / "check_sass.py")
 config = load(TOOLS / "config.py")
-cuda = config.cuda
-ptxas_log = build_kernels.ptxas_log
+cuda, ptxas_log = config.cuda, build_kernels.ptxas_log
 
 # A list in the form of csrc/kernels_rows.py; FOLDER is replaced.
 ROWS = """
@@ -44,7 +43,8 @@ class Variant:
     max_k: int = 64; max_kv: int = 64; alignment: int = 8; bias: bool = False
     tile_m: int = 64; tile_n: int = 64; value_tile: int = 64; threads: int = 128
     smem_bytes: int = 1024; kind: str = "fwd"; dropout: bool = False; min_length: int = 0
-    max_n: int = 0; sequences: bool = True; min_m: int = 0; min_blocks_per_sm: int = 0; adds_query: int = 0
+    max_n: int = 0; sequences: bool = True; min_m: int = 0; min_blocks_per_sm: float = 0
+    adds_query: bool = False
     max_m: int = 0; max_blocks_per_sm: float = 0; allow_spill: bool = False; blocks_per_sm: int = 1
     partial: bool = False; pages: bool = True; bias_alignment: int = 0; in_memory: bool = False
 
