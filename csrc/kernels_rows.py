@@ -104,12 +104,13 @@ SM80_16_UNALIGNED = [
 SM80_F32_FEW = [
     Shape(
         "few", (16, 64, 128), (16, 16, 32), "compensated:2", 57808, alignment=1, max_m=16,
-        blocks=3,
+        blocks=3, spills=BIAS,
     ),
 ]  # fmt: skip
 SM80_F32_SPLIT = [
     Shape("k32", (128, 32, 32), (32, 32, 32), "resident:32", 41056, 32, blocks=2, **REGISTER),
-    Shape("k64", (128, 32, 64), (32, 32, 64), "resident:64", 82016, 64, blocks=2, **REGISTER),
+    Shape("k64", (128, 32, 64), (32, 32, 64), "resident:64", 82016, 64, blocks=2,
+          spills=BIAS, **REGISTER),
     # 227 KB a block: H100, H200. Then 163 KB: A100.
     Shape("k128", (128, 64, 128), (16, 64, 128), "resident:128", 229472, 128, bias=NO_BIAS,
           **REGISTER),
@@ -118,9 +119,9 @@ SM80_F32_SPLIT = [
     Shape("k32_u", (128, 32, 32), (32, 32, 32), "resident:32", 41056, 32, alignment=1, blocks=2,
           **REGISTER),
     Shape("k64_u", (128, 32, 64), (32, 32, 64), "resident:64", 82016, 64, alignment=1, blocks=2,
-          **REGISTER),
+          spills=BIAS, **REGISTER),
     Shape("k128_u", (64, 32, 128), (16, 32, 128), "resident:128", 114784, 128, alignment=1,
-          blocks=2, **REGISTER),
+          blocks=2, spills=BIAS, **REGISTER),
 ]  # fmt: skip
 SM80_TF32 = [
     Shape("k32", (128, 64, 32), (32, 64, 32), "resident:32", 67152, 32, blocks=2, spills=BOTH),
@@ -132,7 +133,7 @@ SM80_TF32 = [
     Shape("k64_u", (64, 64, 64), (32, 32, 32), "resident:64", 66640, 64, alignment=1, blocks=2),
 ]  # fmt: skip
 SM80_F32 = [
-    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214608, 256),
+    Shape("k256", (64, 64, 256), (32, 16, 64), "resident:256", 214608, 256, spills=BIAS),
     Shape("any", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, in_memory=True),
     Shape("unaligned", (64, 64, 64), (32, 32, 32), "streamed:3", 71248, alignment=1,
           in_memory=True),
@@ -181,7 +182,7 @@ SM80_F32_FEW_FULL = [
     Shape(
         "few", (16, 64, 128), (16, 16, 32), "compensated:2", 57808, alignment=1, max_m=16,
         blocks=3,
-        bias=BIAS, full=True,
+        bias=BIAS, full=True, spills=BIAS,
     ),
 ]  # fmt: skip
 SM80_F32_SPLIT_FULL = [
@@ -280,6 +281,7 @@ GRADIENTS_SM80_F32_FEW = [  # scores as the forward's row "few" has them
 GRADIENTS_SM80_F32_SPLIT = [
     Gradient(
         "k32", (64, 64, 32), (16, 64, 32), "resident:32", (58496, 58512), 32, blocks=(2, 2),
+        spills=True,
     ),
     Gradient(
         "k64", (128, 64, 64), (16, 64, 64), "resident:64", (166016,), 64, kinds=PLAIN,
@@ -346,11 +348,11 @@ def own_rows(maker: str, shapes: list[Any]) -> Iterator[Variant]:
 
 
 VARIANTS: list[Variant] = [
-    *own_rows("ring_rows", own.RINGS),
     *own_rows("short_rows", own.SHORT),
     *own_rows("thin_rows", own.SMALL_K),
     *wgmma(HOPPER, "cutlass::half_t", "f16"),
     *wgmma(HOPPER, "cutlass::bfloat16_t", "bf16"),
+    *own_rows("short_rows", own.SHORT_WIDE),
     *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *own_rows("thin_rows", own.THIN),

@@ -29,21 +29,6 @@ class Short:
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Many short sequences: blocks that stay. Sizes as in register/short_ring.h."""
-
-    max_n: int
-    max_k: int
-    part: int
-    strips: int
-    warps: int
-    buffers: int  # heads whose keys and values are in shared memory
-    ahead: bool  # the next strip's queries are loaded before a strip is computed
-    blocks: int = 1
-    spills: bool = False
-
-
-@dataclass(frozen=True)
 class Thin:
     """Any N. Sizes as in register/thin.h."""
 
@@ -79,23 +64,18 @@ SHORT = [
     Short(128, 32, 32, 2, 4, 4),
     Short(128, 64, 32, 2, 4, 3, spills=True),
     Short(128, 128, 32, 2, 4, 2, spills=True),
-    Short(208, 32, 32, 2, 4, 4),
+    Short(208, 32, 32, 2, 4, 4, spills=True),
     Short(208, 64, 32, 2, 4, 3, spills=True),
-    Short(208, 96, 208, 1, 4, 2, spills=True),
-    Short(208, 128, 208, 1, 6, 2, stage=False, spills=True),
     Short(288, 32, 32, 2, 4, 4),
-    Short(288, 64, 64, 2, 4, 2),
-    Short(288, 96, 32, 2, 4, 2, stage=False, spills=True),
     Short(64, 32, 64, 1, 4, 4, bias=True),
     Short(64, 64, 64, 1, 4, 4, bias=True),
 ]
-# Where there are heads enough; GPUs with less shared memory take the rows above.
-RINGS = [
-    Ring(208, 64, 64, 2, 8, 4, True),
-    Ring(208, 96, 32, 2, 8, 2, False, spills=True),
-    Ring(208, 128, 32, 2, 8, 2, False, spills=True),
-    Ring(288, 64, 64, 2, 8, 3, True),
-    Ring(288, 96, 32, 2, 8, 2, False, spills=True),
+# Where wgmma is faster.
+SHORT_WIDE = [
+    Short(208, 96, 208, 1, 4, 2, spills=True),
+    Short(208, 128, 208, 1, 6, 2, stage=False, spills=True),
+    Short(288, 64, 64, 2, 4, 2, spills=True),
+    Short(288, 96, 32, 2, 4, 2, stage=False, spills=True),
 ]
 # Exponents bound up to K = 32: before kernels of any architecture.
 SMALL_K = [
@@ -106,7 +86,7 @@ THIN = [
     Thin(48, 64, 64, 2, 4, 2),
     Thin(64, 64, 64, 2, 4, 2),
     Thin(80, 64, 32, 2, 4, 2),
-    Thin(96, 64, 32, 2, 4, 2),
+    Thin(96, 64, 32, 2, 4, 2, spills=True),
     Thin(160, 64, 64, 1, 4, 2),
     Thin(192, 32, 32, 1, 4, 2),
 ]
@@ -168,24 +148,6 @@ def short_rows(shapes: list[Short], dtype: str) -> Iterator[Fields]:
             "max_n": x.max_n,
             "allow_spill": x.spills,
             "header": "register/short_launch.h",
-        }
-
-
-def ring_rows(shapes: list[Ring], dtype: str) -> Iterator[Fields]:
-    for x in shapes:
-        sizes = (x.max_n, x.max_k, x.part, x.strips, x.warps, x.buffers, x.ahead, x.blocks)
-        name = f"register_sm80_{dtype}_k{x.max_k}_n{x.max_n}_ring"
-        yield common(name, dtype, x.max_k, x.warps, x.blocks) | {
-            "bias": False,
-            "tile_m": 16 * x.strips * x.warps,
-            "tile_n": x.max_n,
-            # Keys, values, a barrier and a counter of each buffer, one more counter; in 128 bytes.
-            "smem_bytes": -(-(x.buffers * (4 * x.max_n * x.max_k + 12) + 4) // 128) * 128,
-            "traits": traits("Ring", dtype, *sizes),
-            "max_n": x.max_n,
-            "min_blocks_per_sm": 1.9,
-            "allow_spill": x.spills,
-            "header": "register/short_ring_launch.h",
         }
 
 

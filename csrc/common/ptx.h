@@ -91,37 +91,6 @@ CUTLASS_DEVICE void store_matrices(uint32_t address, uint32_t const (&x)[4]) {
 #endif
 }
 
-// A barrier in shared memory, 8 bytes, that a phase of `count` arrivals passes. Before its first use: a barrier of the
-// block. PTX ISA 9.7.13.15 "mbarrier"; sm_80 and later.
-CUTLASS_DEVICE void start_barrier(uint32_t barrier, int count) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-#endif
-}
-// This thread arrives when all copies that it has started have landed; every thread that counts calls it once a phase.
-CUTLASS_DEVICE void arrive_after_copies(uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-#endif
-}
-// Waits until the phase of this parity (0, 1, 0, ...) has passed.
-CUTLASS_DEVICE void wait_for_phase(uint32_t barrier, int parity) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t passed = 0;
-  while (true) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(passed)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (passed != 0) return;
-    __nanosleep(32);
-  }
-#endif
-}
-
 // A barrier of `threads` threads (whole warps) of the block; id 1 to 15. arrive: without waiting. PTX ISA 9.7.13 "bar".
 CUTLASS_DEVICE void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -257,7 +257,8 @@ struct ForwardBlock {
   }
 
   // Rows of V behind a packed sequence's last key are those of another: zeros, lest 0 * NaN counts. All consumers,
-  // while the tile's first block of values comes next.
+  // each behind its turn for the tile's last block (who waits here holds up nobody's turn), while that block's values
+  // come next.
   CUTLASS_DEVICE void clear_tail(ForwardTile const& tile) const {
     const int left = tile.n.keys - (tile.after_block - 1) * kTileN;
     if (!is_packed(p.sequences) || left >= kTileN) return;
@@ -295,13 +296,14 @@ struct ForwardBlock {
   }
 
   // A block that no row of this warpgroup sees.
-  CUTLASS_DEVICE void skip() {
+  CUTLASS_DEVICE void skip(ForwardTile const& tile, int block) {
     wait_keys();
     release_keys();
     wait_bias();
     release_bias();
     take_turn();
     pass_turn();
+    if (block == tile.after_block - 1) clear_tail(tile);
     wait_values();
     release_values();
   }
@@ -388,10 +390,9 @@ struct ForwardBlock {
   CUTLASS_DEVICE bool begin_tile(ForwardTile const& tile, Rows& rows, Outputs& o, Weights& weights,
                                  Share const& share) {
     start_rows(tile, rows, o);
-    clear_tail(tile);
     const int end = share.any() ? share.end : tile.first_block;
 #pragma unroll 1
-    for (int block = tile.after_block - 1; block >= end; --block) skip();
+    for (int block = tile.after_block - 1; block >= end; --block) skip(tile, block);
     if (!share.any()) {
       release_queries();
       if (share.rows) store(tile, rows, o);
@@ -400,6 +401,7 @@ struct ForwardBlock {
     Scores s;
     take_scores(s);
     finish_first(s, rows, weights, share);
+    if (share.end == tile.after_block) clear_tail(tile);
     return true;
   }
 
@@ -440,7 +442,7 @@ struct ForwardBlock {
         store(tile, rows, o);
         pending = false;
 #pragma unroll 1
-        for (; block >= tile.first_block; --block) skip();
+        for (; block >= tile.first_block; --block) skip(tile, block);
       }
     }
     if (consumer == 0) take_turn();  // leaves no barrier half full
