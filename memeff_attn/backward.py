@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, dispatch, ops
+from .determinism import fixed_order
 from .inputs import check_gradient, lse_shape
 from .mask_arguments import SCHEMA as MASK_SCHEMA
 from .mask_arguments import MaskArguments, check_call, mask_of, rule_of
@@ -58,8 +59,8 @@ def launcher() -> ops.Launch:
             workspace = query.new_empty((elements,), dtype=torch.float32)
             return workspace if describe is None else describe(workspace)
 
-        fixed_order = torch.are_deterministic_algorithms_enabled()
-        return backward(*given, *wanted, allocate, fixed_order, *settings, stream)
+        order = fixed_order(settings[4])  # of the variant
+        return backward(*given, *wanted, allocate, order, *settings, stream)
 
     return launch
 

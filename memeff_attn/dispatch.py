@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .attn_bias import MASKS, MaskRule, is_plain, mask_rule
 from .cuda_errors import with_way_out
+from .determinism import fixed_order
 from .inputs import Inputs as Inputs  # public here, as in xFormers
 from .mask_arguments import is_copied, sizes_of
 
@@ -464,7 +465,7 @@ def request_of(
         "sequences": rule.query_starts is not None,
         "heads_per_kv": query.shape[2] // key.shape[2] if query.dim() == 4 else 1,
         "bias_grad": bias is not None and bias.requires_grad,
-        "deterministic": which == "bwd" and torch.are_deterministic_algorithms_enabled(),
+        "deterministic": which == "bwd" and fixed_order(name),
         "variant": name,
     }
 
