@@ -91,9 +91,9 @@ THIN = [
     Thin(192, 32, 32, 1, 4, 2),
 ]
 SHORT_GRADIENTS = [
-    ShortGradient(64, 32, 32, 1, 4, 4, spills=True),
-    ShortGradient(64, 64, 32, 1, 4, 3, spills=True),
-    ShortGradient(96, 32, 32, 1, 3, 4, spills=True),
+    ShortGradient(64, 32, 16, 2, 2, 6, spills=True),
+    ShortGradient(64, 64, 16, 2, 2, 4, spills=True),
+    ShortGradient(96, 32, 16, 2, 3, 4, spills=True),
     ShortGradient(96, 64, 32, 1, 3, 4, spills=True),
     ShortGradient(128, 32, 32, 1, 4, 3, spills=True),
     ShortGradient(128, 64, 32, 1, 4, 3, spills=True),
@@ -102,7 +102,7 @@ SHORT_GRADIENTS = [
     ShortGradient(208, 96, 32, 1, 8, 1, spills=True),
     ShortGradient(208, 128, 32, 1, 8, 1, spills=True),
     ShortGradient(256, 32, 32, 1, 6, 2, spills=True),
-    ShortGradient(256, 64, 32, 1, 12, 1, spills=True),
+    ShortGradient(256, 64, 16, 2, 8, 1, spills=True),
 ]
 
 Fields = dict[str, Any]
@@ -182,6 +182,7 @@ def gradient_rows(shapes: list[ShortGradient], dtype: str) -> Iterator[Fields]:
             "smem_bytes": -(-(x.length * (8 * x.max_k + 8) + 4) // 128) * 128,
             "traits": traits("ShortBackward", dtype, *sizes, x.blocks),
             "max_n": x.length,
+            "min_blocks_per_sm": 1.0,  # smaller grids: rows that take a head in several blocks
             "allow_spill": x.spills,
             "header": "register/short_backward_launch.h",
             "kind": "bwd",
