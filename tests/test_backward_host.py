@@ -232,7 +232,7 @@ def test_without_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "native", lambda: (None, "memeff_attn was not compiled here"))
     given, wanted = (torch.ones(1),) * 9, (torch.ones(1),) * 4
     missing = ops.UNSUPPORTED, "memeff_attn was not compiled here"
-    assert backward.launcher()(given, wanted, (), 0) == missing
+    assert backward.launcher()(given, wanted, (1.0, 0.0, 0, False, "", None), 0) == missing
 
 
 def test_scalars_where_torch_has_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
