@@ -34,6 +34,8 @@ def masks_for(row: dict[str, Any]) -> list[tuple[str, ab.AttentionBias, tuple[in
     gappy = ab.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens
 
     def sizes(queries: int, keys: int) -> tuple[int, int]:
+        if row["bias_alignment"]:  # of the bias' rows
+            keys = -(-keys // 8) * 8
         return min(queries, longest_m), keys_within(row, keys)
 
     return [
@@ -80,10 +82,18 @@ def one_run(
     return run
 
 
-def refuses_sequences(run: mask_runs.Run, op: Any, backward: bool) -> None:
-    """A row of fixed lengths says why it does not run."""
+def refusal(row: dict[str, Any], biased: bool, paged: bool = False) -> str:
+    """What a row says of packed sequences that it does not take; empty where it takes them."""
+    if not row["sequences"]:
+        return "takes no packed sequences"
+    if paged and not row["pages"]:
+        return "reads no keys through a block table"
+    return "takes a bias of the query's dtype" if biased and row["bias_alignment"] else ""
+
+
+def refuses(run: mask_runs.Run, op: Any, backward: bool, reason: str) -> None:
     inputs = [x.detach().requires_grad_(backward) for x in run.inputs]
-    with pytest.raises(NotImplementedError, match="takes no packed sequences"):
+    with pytest.raises((NotImplementedError, ValueError), match=reason):
         out = memeff_attn.memory_efficient_attention(*inputs, run.mask, op=op)
         if backward:
             out.sum().backward()
@@ -110,8 +120,8 @@ def test_variant_under_masks(row: dict[str, Any]) -> None:
                     op: Any = (first, variant(name))
                 else:
                     op = variant(name)
-                if sizes is None and not row["sequences"]:
-                    refuses_sequences(run, op, backward)
+                if sizes is None and (reason := refusal(row, feature[0])):
+                    refuses(run, op, backward, reason)
                     continue
                 mask_runs.check(checker, f"{label} {feature}", run, op, backward)
     checker.finish()
@@ -131,8 +141,8 @@ def test_variant_over_pages(row: dict[str, Any]) -> None:
         ):
             with checker.case(name):
                 run = one_run(row, make("cuda"), None, "gqa", feature)
-                if not row["sequences"]:
-                    refuses_sequences(run, variant(row["name"]), False)
+                if reason := refusal(row, feature[0], paged=True):
+                    refuses(run, variant(row["name"]), False, reason)
                     continue
                 mask_runs.check(checker, f"{name} {feature}", run, variant(row["name"]), False)
     checker.finish()

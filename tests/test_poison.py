@@ -35,13 +35,17 @@ def surrounded(x: Tensor, poison: float, extra: int) -> Tensor:
     return inner
 
 
-def poisoned(inputs: cases.Inputs, poison: float, extra: int) -> cases.Inputs:
+def poisoned(
+    inputs: cases.Inputs, poison: float, extra: int, aligned: bool = False
+) -> cases.Inputs:
+    """aligned: the bias' rows start at multiples of 16 bytes."""
     query, key, value = (
         surrounded(x, poison, extra) for x in (inputs.query, inputs.key, inputs.value)
     )
     bias = inputs.bias
     if bias is not None:
-        wide = bias.new_full((*bias.shape[:-2], bias.shape[-2] + 2, bias.shape[-1] + 5), poison)
+        columns = (bias.shape[-1] + 15) // 8 * 8 if aligned else bias.shape[-1] + 5
+        wide = bias.new_full((*bias.shape[:-2], bias.shape[-2] + 2, columns), poison)
         wide[..., 1:-1, : bias.shape[-1]] = bias
         bias = wide[..., 1:-1, : bias.shape[-1]]
     return cases.Inputs(query, key, value, bias, inputs.causal, inputs.scale)
@@ -187,7 +191,7 @@ def test_variant_between_canaries(row: dict[str, Any]) -> None:
                     extra = 8
                     results = []
                     for poison in (0.0, math.nan):
-                        view = poisoned(inputs, poison, extra)
+                        view = poisoned(inputs, poison, extra, bool(row["bias_alignment"]))
                         shape = (case.B, case.M, case.H, case.value_dim)
                         out = Canaries(shape, inputs.query.dtype, "cuda", extra)
                         lse = Canaries(
@@ -216,6 +220,8 @@ def test_variant_between_canaries(row: dict[str, Any]) -> None:
 def biases_of(row: dict[str, Any]) -> tuple[str, ...]:
     if not row["bias"]:
         return ("",)
+    if row["bias_alignment"]:
+        return ("bhmn", "1hmn")
     return ("bhmn", "1hmn:f32", "bhmn:bool") + (("",) if row["dropout"] else ())
 
 
