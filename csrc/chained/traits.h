@@ -346,8 +346,8 @@ struct ForwardTraits {
     Problem n;
     Visibility see;
     int whole_begin;  // keys from it on are hidden from no row by a window's left side
-    void* out;  // Element, or fp32 (params.h: Partial)
-    float* lse;  // or, of a part of the keys, the sums; null: not wanted
+    void* out;        // Element, or fp32 (params.h: Partial)
+    float* lse;       // or, of a part of the keys, the sums; null: not wanted
   };
   struct SharedStorage : BiasStageOf<kTileM> {
     union {
@@ -362,7 +362,8 @@ struct ForwardTraits {
     };
     std::conditional_t<Output::kInMemory, typename Epilogue::SharedStorage,
                        Empty> epilogue;  // P is still needed
-    Scratch scratch;  // in parts, directly behind: the query tile passes through the keys' place, pv and the staging area
+    // In parts, directly behind: the query tile passes through the keys' place, pv and the staging area.
+    Scratch scratch;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= 227 * 1024, "no GPU gives a thread block more than 227 KiB of shared memory");

@@ -37,8 +37,8 @@ __device__ int64_t row_offset(const TensorView& view, const Row& row, int heads_
   return row.batch * view.stride_b + group * view.stride_g + member * view.stride_h + row.query * view.stride_m;
 }
 
-// A sum of products. fp32 inputs keep its rounding errors beside it (Ogita, Rump, Oishi, "Accurate sum and dot product",
-// 2005): dS = P (dP - delta) cancels where few keys carry a row, and what is left is then delta's error.
+// A sum of products. fp32 inputs keep its rounding errors beside it (Ogita, Rump, Oishi, "Accurate sum and dot
+// product", 2005): dS = P (dP - delta) cancels where few keys carry a row, and what is left is then delta's error.
 template <bool kExact>
 struct Sum {
   float value = 0.f, error = 0.f;
