@@ -56,9 +56,6 @@ struct Sm80 {
 template <bool kSplit>
 struct Sm80Float : Sm80<float> {
   using Instruction = Gemm<16, 8, 8>;
-  // The stock streamed main loop splits by itself; ResidentMma does it with fewer instructions and smaller errors.
-  using StreamedOperator =
-      std::conditional_t<kSplit, cutlass::arch::OpMultiplyAddFastF32, cutlass::arch::OpMultiplyAdd>;
   static constexpr int kQkStep = 32;
   static constexpr int kPvStep = 32;
   static constexpr bool kSplitFp32 = kSplit;

@@ -139,7 +139,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   ForwardParams const& f = p.forward;
   BackwardArgs args{};
   args.p = p;
-  args.exponent = float(double(f.scale) * 1.4426950408889634);
+  args.exponent = log2_factor(f.scale);
   const bool packed = is_packed(f.sequences);
   args.bias_pairs = f.bias.data != nullptr && bias_in_pairs(f.bias, f.sequences);
   args.write_bias = Row::kFull && is_sum_free(p.grad_bias) && (packed || p.grad_query.data != nullptr);

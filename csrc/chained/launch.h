@@ -31,9 +31,8 @@ template <typename Traits>
 ForwardArgs make_forward_args(ForwardParams const& p) {
   ForwardArgs args;
   args.p = p;
-  const bool folded = !Traits::kBias && p.scale > 0.f;
-  args.premultiply = folded ? 1.f : p.scale;
-  args.exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
+  const ScaleFactors scale = scale_factors(p.scale, Traits::kBias);
+  args.premultiply = scale.premultiply, args.exponent = scale.exponent;
   args.bias_pairs = Traits::kBias && bias_in_pairs(p.bias, p.sequences);
   args.bias_copy = bias_copy_of<Traits>(p);
   const int slab = Traits::Output::kInMemory ? p.value_dim : Traits::kValueTile;
@@ -41,9 +40,8 @@ ForwardArgs make_forward_args(ForwardParams const& p) {
   const int64_t keys = packed ? p.keys / p.sequences.count + 1 : p.keys;  // of the heads that run at the same time
   const int64_t bytes_per_head = keys * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
   const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
-  const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
   args.map = make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, ceil_div(p.value_dim, slab), p.partial.splits,
-                           bytes_per_head, packed || causal);
+                           bytes_per_head, packed || is_causal(p));
   return args;
 }
 

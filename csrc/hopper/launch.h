@@ -22,21 +22,18 @@ inline bool fills(int64_t pieces, int multiprocessors) {
 template <typename Traits>
 Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multiprocessors, std::string const& where) {
   args->p = p;
-  const bool folded = !Traits::kBias && p.scale > 0.f;
-  args->premultiply = folded ? 1.f : p.scale;
-  args->exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
+  const ScaleFactors scale = scale_factors(p.scale, Traits::kBias);
+  args->premultiply = scale.premultiply, args->exponent = scale.exponent;
   const bool packed = is_packed(p.sequences);
   const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
-  const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
   const int64_t pairs = ceil_div(p.batch * p.heads, 2) * tiles;
   args->order = packed                                                   ? Order::kSnake
-                : !causal                                                ? Order::kRounds
+                : !is_causal(p)                                          ? Order::kRounds
                 : p.batch * p.heads > 1 && fills(pairs, multiprocessors) ? Order::kPairs
                                                                          : Order::kSnake;
-  // In a snake all heads are one section.
-  const int64_t bytes_per_head = 1;
+  constexpr int64_t kBytesPerHead = 0;  // of any size: in a snake all heads are one section
   args->map =
-      make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1, bytes_per_head, args->order == Order::kSnake);
+      make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1, kBytesPerHead, args->order == Order::kSnake);
   args->blocks = std::min(args->map.blocks, uint32_t(multiprocessors));
   const DType dtype = chained::dtype_of<typename Traits::Element>();
   if (Status s = make_operand(&args->query, p.query, dtype, p, p.head_dim, p.queries, Traits::kTileM, where); !s.ok())
@@ -56,9 +53,8 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
   const std::string where = name;
   if (p.partial.out.data != nullptr) return {Code::kUnsupported, where + " writes no results in fp32"};
   if (p.sequences.block_tables != nullptr) return {Code::kUnsupported, where + " reads no pages"};
-  int device = 0, multiprocessors = 0;
-  MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
-  MEMEFF_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), where);
+  int32_t multiprocessors = 0;
+  if (Status s = count_multiprocessors(&multiprocessors, where); !s.ok()) return s;
   ForwardArgs args;
   if (Status s = make_forward_args<Traits>(&args, p, multiprocessors, where); !s.ok()) return s;
   if (args.map.blocks == 0) {

@@ -52,13 +52,8 @@ CUTLASS_DEVICE void store_output(ForwardParams const& p, ForwardTile const& tile
       uint32_t words[4];
       CUTLASS_PRAGMA_UNROLL
       for (int t = 0; t < 4; ++t) {
-        cutlass::Array<float, 2> pair;
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < 2; ++k) {
-          pair[k] = o[Coord::index(i, 8 * group + 2 * t + k)] * inverse[i];
-        }
-        const auto both = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
-        words[t] = reinterpret_cast<uint32_t const&>(both);
+        const int j = 8 * group + 2 * t;
+        words[t] = pack<Element>(o[Coord::index(i, j)] * inverse[i], o[Coord::index(i, j + 1)] * inverse[i]);
       }
       uint4 piece = transpose_quad(make_uint4(words[0], words[1], words[2], words[3]), lane);
       // 0 for a row that sees nothing, whatever 0 * V gave.

@@ -1,6 +1,7 @@
 // The online softmax of one warpgroup's scores.
 #pragma once
 
+#include "common/pack.h"
 #include "hopper/traits.h"
 
 namespace memeff {
@@ -130,10 +131,7 @@ template <typename Element, int kScores>
 CUTLASS_DEVICE void pack_weights(uint32_t (&to)[kScores / 2], float const (&s)[kScores]) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kScores / 2; ++i) {
-    cutlass::Array<float, 2> pair;
-    pair[0] = s[2 * i], pair[1] = s[2 * i + 1];
-    const auto both = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
-    to[i] = reinterpret_cast<uint32_t const&>(both);
+    to[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
   }
 }
 

@@ -29,17 +29,15 @@ Status make_short_args(ForwardParams const& p, std::string const& where, ShortAr
   if (is_packed(p.sequences)) return {Code::kUnsupported, where + " takes no packed sequences"};
   if (p.partial.out.data != nullptr) return {Code::kUnsupported, where + " writes no results in fp32"};
   if (p.keys > Traits::kKeys) return {Code::kUnsupported, where + " takes N up to " + std::to_string(Traits::kKeys)};
-  int device = 0, sm_count = 1;
-  MEMEFF_CUDA_CHECK(cudaGetDevice(&device), where);
-  MEMEFF_CUDA_CHECK(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device), where);
+  int32_t sm_count = 1;
+  if (Status s = count_multiprocessors(&sm_count, where); !s.ok()) return s;
   constexpr int kStripRows = 16 * Traits::kStrips;
   const int rounds = rounds_of(p.batch * p.heads, ceil_div(p.queries, kStripRows), Traits::kWarps, Traits::kRounds,
                                int64_t(sm_count) * Traits::kBlocksPerSm);
   args->p = p;
   args->rows = kStripRows * Traits::kWarps * rounds;
-  const bool folded = !Traits::kBias && p.scale > 0.f;
-  args->premultiply = folded ? 1.f : p.scale;
-  args->exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
+  const ScaleFactors scale = scale_factors(p.scale, Traits::kBias);
+  args->premultiply = scale.premultiply, args->exponent = scale.exponent;
   args->slack = float(RunningSoftmax<1>::kSlack) / args->exponent;
   args->bias_pairs = Traits::kBias && bias_in_pairs(p.bias, p.sequences);
   args->map = make_tile_map(p.batch, p.heads, p.heads_per_group, ceil_div(p.queries, args->rows), 1, 1, 0, false);

@@ -22,7 +22,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
     return {Code::kUnsupported, where + " does not split its loops"};
   ShortBackwardArgs args;
   args.p = p;
-  args.exponent = float(double(f.scale) * 1.4426950408889634);
+  args.exponent = log2_factor(f.scale);
   args.map = make_tile_map(f.batch, f.heads, f.heads_per_group, 1, 1, 1, 0, false);
   if (args.map.blocks == 0)
     return {Code::kUnsupported, where + ": B * H exceeds the grid limit of 2^31 - 1 thread blocks"};

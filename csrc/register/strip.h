@@ -6,6 +6,7 @@
 
 #include "chained/acc_coord.h"
 #include "common/offset.h"
+#include "common/pack.h"
 #include "common/ptx.h"
 #include "common/softmax.h"
 #include "common/visibility.h"
@@ -38,14 +39,6 @@ CUTLASS_DEVICE void multiply_add(float* c, Words const& a, uint32_t b0, uint32_t
   auto& tile = *reinterpret_cast<typename Mma::FragmentC*>(c);
   Mma()(tile, reinterpret_cast<typename Mma::FragmentA const&>(a), reinterpret_cast<typename Mma::FragmentB const&>(b),
         tile);
-}
-
-template <typename Element>
-CUTLASS_DEVICE uint32_t pack(float low, float high) {
-  cutlass::Array<float, 2> pair;
-  pair[0] = low, pair[1] = high;
-  const cutlass::Array<Element, 2> both = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
-  return reinterpret_cast<uint32_t const&>(both);
 }
 
 // --- rows in shared memory ---

@@ -14,15 +14,13 @@ template <typename Traits>
 ThinArgs make_thin_args(ForwardParams const& p) {
   ThinArgs args;
   args.p = p;
-  const bool folded = p.scale > 0.f;
-  args.premultiply = folded ? 1.f : p.scale;
-  args.exponent = folded ? float(double(p.scale) * 1.4426950408889634) : kLog2e;
+  const ScaleFactors scale = scale_factors(p.scale, false);
+  args.premultiply = scale.premultiply, args.exponent = scale.exponent;
   args.slack = float(RunningSoftmax<1>::kSlack) / args.exponent;
   const int64_t bytes_per_head =
       int64_t(p.keys) * (p.head_dim + p.value_dim) * int64_t(sizeof(typename Traits::Element));
-  const bool causal = p.anchor != Anchor::kNone && p.window_right >= 0 && p.window_left < 0;
   args.map = make_tile_map(p.batch, p.heads, p.heads_per_group, ceil_div(p.queries, Traits::kTileM), 1, 1,
-                           bytes_per_head, causal);
+                           bytes_per_head, is_causal(p));
   return args;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/pack.h"
 #include "cutlass/arch/mma.h"
 #include "cutlass/arch/mma_sm80.h"
 #include "cutlass/numeric_conversion.h"
@@ -24,15 +25,6 @@ CUTLASS_DEVICE void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint32_t
   const uint32_t b[2] = {b0, b1};
   Mma()(sum, reinterpret_cast<typename Mma::FragmentA const&>(a), reinterpret_cast<typename Mma::FragmentB const&>(b),
         sum);
-}
-
-// Two numbers rounded to 16 bits; the first is the lower half.
-template <typename Element>
-CUTLASS_DEVICE uint32_t pack(float x, float y) {
-  cutlass::Array<float, 2> pair;
-  pair[0] = x, pair[1] = y;
-  const auto rounded = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
-  return reinterpret_cast<uint32_t const&>(rounded);
 }
 
 template <typename Element>
