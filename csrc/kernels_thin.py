@@ -61,12 +61,12 @@ SHORT = [
     Short(64, 128, 64, 1, 4, 4, spills=True),
     Short(96, 32, 96, 2, 3, 4, spills=True),
     Short(96, 64, 96, 2, 3, 4, spills=True),
-    Short(128, 32, 32, 2, 4, 4),
+    Short(128, 32, 32, 2, 4, 4, spills=True),
     Short(128, 64, 32, 2, 4, 3, spills=True),
     Short(128, 128, 32, 2, 4, 2, spills=True),
     Short(208, 32, 32, 2, 4, 4, spills=True),
     Short(208, 64, 32, 2, 4, 3, spills=True),
-    Short(288, 32, 32, 2, 4, 4),
+    Short(288, 32, 32, 2, 4, 4, spills=True),
     Short(64, 32, 64, 1, 4, 4, bias=True),
     Short(64, 64, 64, 1, 4, 4, bias=True),
 ]
@@ -84,7 +84,7 @@ SMALL_K = [
 ]
 THIN = [
     Thin(48, 64, 64, 2, 4, 2),
-    Thin(64, 64, 64, 2, 4, 2),
+    Thin(64, 64, 64, 2, 4, 2, spills=True),
     Thin(80, 64, 32, 2, 4, 2),
     Thin(96, 64, 32, 2, 4, 2, spills=True),
     Thin(160, 64, 64, 1, 4, 2),

@@ -372,6 +372,7 @@ struct ForwardBlock : ForwardTile<Traits> {
 
   CUTLASS_DEVICE void run() {
     if (rows <= 0) return;
+    if (p.partial.splits > 1) ptx::admit_next();
     FragmentO o;
     o.clear();
     if constexpr (kResident) {

@@ -1,8 +1,10 @@
-// Every inline PTX of the library, each with its section of the PTX ISA manual.
+// Every inline PTX of the library (but common/grid_order.h's, for files that go without CUTLASS), each with its section
+// of the PTX ISA manual.
 #pragma once
 
 #include <cstdint>
 
+#include "common/grid_order.h"
 #include "cutlass/cutlass.h"
 
 namespace memeff {

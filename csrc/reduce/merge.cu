@@ -1,5 +1,6 @@
 // The parts of a forward pass put together: a warp for each row and 32 columns of it, so that few rows are many warps.
 // Deterministic.
+#include "common/early_launch.h"
 #include "reduce/element.h"
 #include "reduce/reduce.h"
 
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MergeKernelArgs args) {
   __shared__ float weights[kThreads / 32][kMaxSplits];
   float* weight = weights[threadIdx.x / 32];
   const int64_t warps = int64_t(gridDim.x) * (kThreads / 32);
+  ptx::wait_for_previous();
   for (int64_t work = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; work < args.rows * args.chunks;
        work += warps) {
     const int64_t row = work / args.chunks;
@@ -122,8 +124,7 @@ Status launch(const ForwardParams& p, CUstream_st* stream) {
   const OutputView row{nullptr, out.stride_b / width, out.stride_g / width, out.stride_h / width, out.stride_m / width};
   const MergeKernelArgs args{p, p.batch * p.heads * p.queries, row, p.partial.stride_split / width, (width + 31) / 32};
   const unsigned blocks = blocks_for(args.rows * args.chunks, kThreads / 32);
-  merge_kernel<T, Real><<<blocks, kThreads, 0, stream>>>(args);
-  return launched("reduce::merge", blocks);
+  return launch_early<&merge_kernel<T, Real>>(args, blocks, kThreads, stream, "reduce::merge");
 }
 
 template <typename Real>

@@ -199,7 +199,7 @@ struct ShortBlock {
       float reference[kRows];
       state.template references<Exponent>(reference, args.exponent);
       weigh_scores<Element, Exponent, Coord>(s, state.sum, reference, args.exponent);
-      multiply_values<Element, kStrips, width, kMaxK>(o, s, values(key0), lane);
+      multiply_values<Element, kStrips, width, kMaxK>(o, s, values(key0), lane, state.rounded);
     });
   }
 
@@ -215,6 +215,7 @@ struct ShortBlock {
     }
     auto* out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, at.group, at.member) +
                 offset(row0 + row, p.out.stride_m);
+    if constexpr (!Traits::kOnce) state.template divisors<Element>(sum);
     store_output<Element, kStrips, kMaxK>(out, p.out.stride_m, o, sum, rows - row, p.value_dim, lane);
   }
 

@@ -272,15 +272,25 @@ CUTLASS_DEVICE void weigh_scores(Fragment& s, float (&sum)[Coord::kRows], float 
 // Running softmax of the rows that a lane holds. The reference of the exponent moves only when a row's maximum has
 // risen by more than kSlack (in powers of 2) above it: until then weights are at most 2^kSlack, exact to the same
 // relative error, and nothing is rescaled or exchanged.
+//
+// A maximum's weight is then no power of 2 and rounded like any other: in a row that one key dominates that is all of
+// the error, in bf16 2^-8. So there outputs are divided by the sum of the rounded weights, which multiply_values
+// collects; the LSE keeps the sum of what was rounded.
+template <typename Element>
+constexpr bool kSumsRounded = std::is_same<Element, cutlass::bfloat16_t>::value;
+
 template <int kRows>
 struct RunningSoftmax {
   static constexpr int kSlack = 8;
   float max[kRows], sum[kRows];  // max: what weights refer to; sum: this lane's part
   float ceiling[kRows];          // a score above it moves the reference
+  float rounded[2 * kRows];      // sums of rounded weights, whole rows; accumulators of m16n8: row i at 2i and 2i + 1
 
   CUTLASS_DEVICE void start() {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i) max[i] = ceiling[i] = negative_infinity(), sum[i] = 0.f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2 * kRows; ++i) rounded[i] = 0.f;
   }
 
   // Takes the maxima of s in where a row's has risen too far. slack: kSlack in raw scores.
@@ -299,8 +309,17 @@ struct RunningSoftmax {
       ceiling[i] = max[i] + slack;
       const float alpha = Exponent::rescale(before, Exponent::reference(max[i], exponent), exponent);
       sum[i] *= alpha;
+      rounded[2 * i] *= alpha, rounded[2 * i + 1] *= alpha;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordO::kColumns; ++j) o[CoordO::index(i, j)] *= alpha;
+    }
+  }
+  // What outputs are divided by: sum, of whole rows, or what took its place.
+  template <typename Element>
+  CUTLASS_DEVICE void divisors(float (&of)[kRows]) const {
+    if constexpr (kSumsRounded<Element>) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRows; ++i) of[i] = rounded[2 * i];
     }
   }
   template <typename Exponent>
@@ -323,15 +342,28 @@ CUTLASS_DEVICE void each_part(int first, int limit, F f) {
   }
 }
 
-// o += P V. s: weights as weigh_scores leaves them.
-template <typename Element, int kStrips, int kKeys, int kColumns>
+// o += P V. s: weights as weigh_scores leaves them. rounded: RunningSoftmax's, += P 1 where kSumsRounded.
+template <typename Element, int kStrips, int kKeys, int kColumns, typename Rounded = std::nullptr_t>
 CUTLASS_DEVICE void multiply_values(StripFragment<kStrips, kColumns>& o, StripFragment<kStrips, kKeys> const& s,
-                                    uint32_t values, int lane) {
+                                    uint32_t values, int lane, Rounded rounded = nullptr) {
   using Coord = StripCoord<kStrips, kKeys>;
   using CoordO = StripCoord<kStrips, kColumns>;
   const ValueReader<kColumns> reader(values, lane);
+  const auto weights = [&](Words& a, int strip, int tile) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int w = 0; w < 4; ++w) a[w] = __float_as_uint(s[Coord::index(2 * strip + w % 2, 2 * (tile + w / 2))]);
+  };
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kKeys / 8; tile += 2) {
+    if constexpr (kSumsRounded<Element> && !std::is_same<Rounded, std::nullptr_t>::value) {
+      const uint32_t ones = pack<Element>(1.f, 1.f);
+      CUTLASS_PRAGMA_UNROLL
+      for (int strip = 0; strip < kStrips; ++strip) {
+        Words a;
+        weights(a, strip, tile);
+        multiply_add<Element>(&rounded[4 * strip], a, ones, ones);
+      }
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int column = 0; column < kColumns; column += 16) {
       Words b;
@@ -339,8 +371,7 @@ CUTLASS_DEVICE void multiply_values(StripFragment<kStrips, kColumns>& o, StripFr
       CUTLASS_PRAGMA_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {
         Words a;
-        CUTLASS_PRAGMA_UNROLL
-        for (int w = 0; w < 4; ++w) a[w] = __float_as_uint(s[Coord::index(2 * strip + w % 2, 2 * (tile + w / 2))]);
+        weights(a, strip, tile);
         multiply_add<Element>(&o[CoordO::index(2 * strip, column / 4)], a, b[0], b[1]);
         multiply_add<Element>(&o[CoordO::index(2 * strip, column / 4 + 2)], a, b[2], b[3]);
       }

@@ -121,7 +121,7 @@ struct ThinBlock {
     float reference[kRows];
     state.template references<Exponent>(reference, args.exponent);
     weigh_scores<Element, Exponent, Coord>(s, state.sum, reference, args.exponent);
-    multiply_values<Element, kStrips, kPart, kMaxK>(o, s, values, lane);
+    multiply_values<Element, kStrips, kPart, kMaxK>(o, s, values, lane, state.rounded);
   }
 
   CUTLASS_DEVICE void store(FragmentO const& o) {
@@ -137,6 +137,7 @@ struct ThinBlock {
     }
     auto* out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, at.group, at.member) +
                 offset(row, p.out.stride_m);
+    state.template divisors<Element>(sum);
     store_output<Element, kStrips, kMaxK>(out, p.out.stride_m, o, sum, left, p.value_dim, lane);
   }
 
