@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backward_cases import deterministic
 from tolerance import Checker, plain_attention
 from torch import Tensor
 
@@ -104,7 +105,12 @@ def test_gradients_go_through_the_inputs_dtype(
     device: str, dtype: torch.dtype, other: torch.dtype
 ) -> None:
     """As those of the backward call on grad and output in the inputs' dtype, bit by bit where that
-    has the same log-sum-exp (kernels save it in two parts)."""
+    has the same log-sum-exp (kernels save it in two parts) and sums have a fixed order."""
+    with deterministic():
+        check_gradients(device, dtype, other)
+
+
+def check_gradients(device: str, dtype: torch.dtype, other: torch.dtype) -> None:
     for name, (q, k, v, mask) in calls(device, dtype).items():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, mask, output_dtype=other)
