@@ -215,7 +215,7 @@ struct ShortBlock {
     }
     auto* out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, at.group, at.member) +
                 offset(row0 + row, p.out.stride_m);
-    if constexpr (!Traits::kOnce) state.template divisors<Element>(sum);
+    if constexpr (!Traits::kOnce) state.divisors(sum);
     store_output<Element, kStrips, kMaxK>(out, p.out.stride_m, o, sum, rows - row, p.value_dim, lane);
   }
 

@@ -274,11 +274,8 @@ CUTLASS_DEVICE void weigh_scores(Fragment& s, float (&sum)[Coord::kRows], float 
 // relative error, and nothing is rescaled or exchanged.
 //
 // A maximum's weight is then no power of 2 and rounded like any other: in a row that one key dominates that is all of
-// the error, in bf16 2^-8. So there outputs are divided by the sum of the rounded weights, which multiply_values
-// collects; the LSE keeps the sum of what was rounded.
-template <typename Element>
-constexpr bool kSumsRounded = std::is_same<Element, cutlass::bfloat16_t>::value;
-
+// the error. So outputs are divided by the sum of the rounded weights, which multiply_values collects; the LSE keeps
+// the sum of what was rounded.
 template <int kRows>
 struct RunningSoftmax {
   static constexpr int kSlack = 8;
@@ -314,13 +311,9 @@ struct RunningSoftmax {
       for (int j = 0; j < CoordO::kColumns; ++j) o[CoordO::index(i, j)] *= alpha;
     }
   }
-  // What outputs are divided by: sum, of whole rows, or what took its place.
-  template <typename Element>
   CUTLASS_DEVICE void divisors(float (&of)[kRows]) const {
-    if constexpr (kSumsRounded<Element>) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRows; ++i) of[i] = rounded[2 * i];
-    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) of[i] = rounded[2 * i];
   }
   template <typename Exponent>
   CUTLASS_DEVICE void references(float (&reference)[kRows], float exponent) const {
@@ -342,7 +335,7 @@ CUTLASS_DEVICE void each_part(int first, int limit, F f) {
   }
 }
 
-// o += P V. s: weights as weigh_scores leaves them. rounded: RunningSoftmax's, += P 1 where kSumsRounded.
+// o += P V. s: weights as weigh_scores leaves them. rounded: RunningSoftmax's, += P 1.
 template <typename Element, int kStrips, int kKeys, int kColumns, typename Rounded = std::nullptr_t>
 CUTLASS_DEVICE void multiply_values(StripFragment<kStrips, kColumns>& o, StripFragment<kStrips, kKeys> const& s,
                                     uint32_t values, int lane, Rounded rounded = nullptr) {
@@ -355,7 +348,7 @@ CUTLASS_DEVICE void multiply_values(StripFragment<kStrips, kColumns>& o, StripFr
   };
   CUTLASS_PRAGMA_UNROLL
   for (int tile = 0; tile < kKeys / 8; tile += 2) {
-    if constexpr (kSumsRounded<Element> && !std::is_same<Rounded, std::nullptr_t>::value) {
+    if constexpr (!std::is_same<Rounded, std::nullptr_t>::value) {
       const uint32_t ones = pack<Element>(1.f, 1.f);
       CUTLASS_PRAGMA_UNROLL
       for (int strip = 0; strip < kStrips; ++strip) {

@@ -137,7 +137,7 @@ struct ThinBlock {
     }
     auto* out = static_cast<Element*>(p.out.data) + head_offset(p.out, at.batch, at.group, at.member) +
                 offset(row, p.out.stride_m);
-    state.template divisors<Element>(sum);
+    state.divisors(sum);
     store_output<Element, kStrips, kMaxK>(out, p.out.stride_m, o, sum, left, p.value_dim, lane);
   }
 
