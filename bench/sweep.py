@@ -21,9 +21,9 @@ from bench.backends import Tensors
 
 ALLOWED = 1.05  # the time of the chosen variant over that of the fastest
 ARCHS = ("sm80", "sm90")  # rows of older GPUs and SIMT are no alternative where these run
-# A first call this much longer than the fastest so far, and long enough that loading the kernel
-# does not count, stands as it is.
-HOPELESS, HOPELESS_MS = 3.0, 5.0
+# A call this much longer than the fastest so far, and long enough that the host does not count,
+# stands as it is. A first call also loads its kernel, which takes less than LOAD_MS.
+HOPELESS, HOPELESS_MS, LOAD_MS = 3.0, 5.0, 60.0
 CLOSE = 1.12  # of the fastest: timed again, longer
 LONGER = 4
 SAVE_SECONDS = 10.0
@@ -189,7 +189,8 @@ class Sweep:
         self.saved = time.monotonic()
 
 
-def _first_ms(call: Callable[[], object]) -> float:
+def _once(call: Callable[[], object]) -> float:
+    """Milliseconds of one call, the host's work included."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -212,7 +213,9 @@ def times_of(
     for name in names:
         try:
             call = backends.make_call(f"memeff:{name}", problem.cell, tensors, problem.which)
-            first = _first_ms(call)
+            first = _once(call)
+            if HOPELESS_MS < first < LOAD_MS:
+                first = _once(call)
         except (ValueError, NotImplementedError) as problem_of_row:
             refused[name] = str(problem_of_row).strip()[:200]
             continue

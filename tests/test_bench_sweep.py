@@ -134,7 +134,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, ms: Callable[[str], float]) -> Non
     monkeypatch.setattr(timing, "Timer", FakeTimer)
     monkeypatch.setattr(backends, "make_call", make_call)
     monkeypatch.setattr(dispatch, "_gpu_of", lambda device: H200)
-    monkeypatch.setattr(sweep, "_first_ms", lambda call: call())
+    monkeypatch.setattr(sweep, "_once", lambda call: call())
 
 
 def test_near_rows_are_timed_again_and_hopeless_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
