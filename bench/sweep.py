@@ -23,9 +23,9 @@ ALLOWED = 1.05  # the time of the chosen variant over that of the fastest
 ARCHS = ("sm80", "sm90")  # rows of older GPUs and SIMT are no alternative where these run
 # A call this much longer than the fastest so far, and long enough that the host does not count,
 # stands as it is. A first call also loads its kernel, which takes less than LOAD_MS.
-HOPELESS, HOPELESS_MS, LOAD_MS = 3.0, 5.0, 60.0
-CLOSE = 1.12  # of the fastest: timed again, longer
-LONGER = 4
+HOPELESS, HOPELESS_MS, LOAD_MS = 2.0, 5.0, 60.0
+# Of the fastest: timed again, LONGER times as long. Where a call takes STEADY_MS a few are enough.
+CLOSE, LONGER, STEADY_MS = 1.12, 4, 3.0
 SAVE_SECONDS = 10.0
 
 Gpu = Mapping[str, int]
@@ -224,8 +224,10 @@ def times_of(
             continue
         best, calls[name] = min(best, first), call
     found |= zip(calls, timer.medians(list(calls.values())), strict=True)
-    limit = CLOSE * min(found.values(), default=0.0)
-    near = [n for n in calls if found[n] <= limit or n == names[0]]
+    best = min(found.values(), default=STEADY_MS)
+    if best >= STEADY_MS:
+        return {name: digits(found[name]) for name in names if name in found}, refused
+    near = [n for n in calls if found[n] <= CLOSE * best or n == names[0]]
     timer.milliseconds *= LONGER
     found |= zip(near, timer.medians([calls[n] for n in near]), strict=True)
     timer.milliseconds /= LONGER

@@ -146,6 +146,10 @@ def test_near_rows_are_timed_again_and_hopeless_ones_once(monkeypatch: pytest.Mo
     assert found == taken and refused == {}
     assert timer.timed == [(2, [2.0, 2.1, 3.0, 1.9]), (2 * sweep.LONGER, [2.0, 2.1, 1.9])]
     assert timer.milliseconds == 2
+    taken = {"a": 40.0, "b": 41.0, "c": 90.0}  # long calls: a few of each are enough
+    timer = FakeTimer(2)
+    assert sweep.times_of(problem, list(taken), None, timer)[0] == taken  # type: ignore[arg-type]
+    assert timer.timed == [(2, [40.0, 41.0])]
 
 
 def test_a_row_that_refuses_is_told(
