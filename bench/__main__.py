@@ -1,4 +1,4 @@
-"""python -m bench run | compare | host | end2end | plot | readme"""
+"""python -m bench run | sweep | compare | host | end2end | plot | readme"""
 
 from __future__ import annotations
 
@@ -53,6 +53,24 @@ def parser() -> argparse.ArgumentParser:
         default=10,
         help="milliseconds of GPU time for each cell, pass and backend (default: 10)",
     )
+    sweep = commands.add_parser(
+        "sweep",
+        help="time every kernel that takes a shape, and compare the one that is chosen; goes on "
+        "where it was stopped",
+    )
+    sweep.add_argument("--set", type=names, default=list(shapes.SETS), help="default: all")
+    sweep.add_argument("--pass", dest="passes", type=names, default=list(shapes.PASSES))
+    sweep.add_argument("--out", type=Path, help="folder (default: bench/results/<gpu>)")
+    sweep.add_argument("--budget", type=float, default=0, help="seconds (0: until it is done)")
+    sweep.add_argument(
+        "--ms", type=float, default=2, help="milliseconds of GPU time for each kernel (default: 2)"
+    )
+    sweep.add_argument(
+        "--check",
+        action="store_true",
+        help="no timing: judge what is chosen today by the times that are there (of --out, or the "
+        "committed ones)",
+    )
     compare = commands.add_parser(
         "compare", help="rows of two files or folders that differ by more than 3 %%"
     )
@@ -101,6 +119,13 @@ def main(arguments: list[str] | None = None) -> int:
                 options.budget,
                 options.ms,
             )
+        if options.command == "sweep":
+            from bench import sweep
+
+            if options.check:
+                return sweep.check(options.out and sweep.path_of(options.out))
+            shapes.check_passes(options.passes)
+            return sweep.sweep(options.set, options.passes, options.out, options.budget, options.ms)
         if options.command == "compare":
             text, slower = report.compare(options.first, options.second)
             print(text)

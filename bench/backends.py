@@ -157,7 +157,7 @@ def _ours(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
     import memeff_attn
     from memeff_attn import dispatch
 
-    bias = _mask(cell, tensors)
+    bias = mask_of(cell, tensors)
     op: Any = None
     if ":" in backend:
         row = backend.split(":", 1)[1]
@@ -174,7 +174,7 @@ def _ours(backend: str, cell: Cell, tensors: Tensors) -> Callable[[], Tensor]:
     return lambda: call(q, k, v, bias, p, op=op)
 
 
-def _mask(cell: Cell, tensors: Tensors) -> Any:
+def mask_of(cell: Cell, tensors: Tensors) -> Any:
     """What our kernels take as attn_bias."""
     from memeff_attn import attn_bias
 

@@ -213,9 +213,7 @@ def run_set(
 
 
 def check_asked(passes: list[str], names: list[str]) -> None:
-    for which in passes:
-        if which not in shapes.PASSES:
-            raise ValueError(f"no pass '{which}'; there are {', '.join(shapes.PASSES)}")
+    shapes.check_passes(passes)
     backends_module.check_names(names)
 
 

@@ -141,6 +141,12 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     return Cell(**given)
 
 
+def check_passes(passes: Iterable[str]) -> None:
+    for which in passes:
+        if which not in PASSES:
+            raise ValueError(f"no pass '{which}'; there are {', '.join(PASSES)}")
+
+
 def cells(name: str) -> list[Cell]:
     """The cells of a set; ValueError that says which sets there are."""
     if name not in SETS:

@@ -23,6 +23,10 @@ for inputs that memeff_attn's kernels serve under that name.
 for the CUTLASS operator); a folder then holds the files of that commit. They rebuild the mask from
 torch.ops.xformers._cutlass_rand_uniform, which memeff_attn.xformers.rand_uniform provides.
 
+Skipped tests are counted by kind: combinations that the tests themselves rule out, other backends;
+on a GPU any other skip is a refusal and fails the run, as a failed test does. Where the processes
+left a test no memory it runs again, alone.
+
 Without a GPU only the tests of masks run; --on-cpu draws the whole grid for CPU tensors, which says
 that the interface is right and nothing of the kernels.
 """
@@ -41,7 +45,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +73,27 @@ OTHER_BACKENDS = (
 )
 NAMED_OPS = ("dispatch_decoding", "wrong_strides", "mqa_decoding")
 EVERY = 10.0  # seconds between two lines of progress
+# Of a failure that says nothing of the test: other processes had taken the GPU's memory.
+NO_MEMORY = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# How the reasons of skipped tests begin, as group() leaves them. Any other reason on a GPU is a
+# refusal by memeff_attn, which fails the run.
+SKIPS = {
+    "combinations that the tests themselves rule out": (
+        "packed incompatible with `k",
+        "packed doesn't make sense with paged attention",
+        "BMK incompatible with this bias",
+        "undefined upper left",
+        "Can't create this mask inside compile",
+        "Not supported bias",  # test_partial_paged looks for a mask in a list of types
+    ),
+    "other backends": (
+        "Flash# not available",
+        "Op is not available",
+        "cutlassB-blackwell: unsupported",
+        "cutlassF-blackwell: unsupported",
+    ),
+}
+UNEXPLAINED = "refused by memeff_attn, or for a reason that is not known here"
 SHOWN = 20  # failures printed
 
 SHIM = '''\
@@ -198,12 +223,23 @@ class Worker:
     """One pytest process and what it has recorded so far."""
 
     def __init__(
-        self, folder: Path, line: list[str], env: dict[str, str], shard: str, number: int
+        self,
+        folder: Path,
+        line: list[str],
+        env: dict[str, str],
+        shard: str,
+        number: int,
+        only: Sequence[str] = (),
     ) -> None:
+        """only: names of tests; none: all of the shard."""
         self.record = folder / f"record{number}.jsonl"
         self.log = folder / f"log{number}.txt"
         self.record.touch()
         settings = {"MEMEFF_SUITE_SHARD": shard, "MEMEFF_SUITE_RECORD": str(self.record)}
+        if only:
+            names = folder / f"only{number}.json"
+            names.write_text(json.dumps(list(only)))
+            settings["MEMEFF_SUITE_ONLY"] = str(names)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 line, cwd=folder, env=env | settings, stdout=log, stderr=log
@@ -255,6 +291,12 @@ def show_progress(workers: Sequence[Worker], seconds: float) -> None:
     )
 
 
+def without_memory(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Tests that failed for the other processes' sake alone."""
+    failed = (row for row in rows if row.get("outcome") == "failed")
+    return [row["test"] for row in failed if any(text in row["text"] for text in NO_MEMORY)]
+
+
 # ---- the report ----
 
 
@@ -262,6 +304,15 @@ def group(reason: str) -> str:
     """A reason without the numbers of its case."""
     text = reason.removeprefix("Skipped: ").strip().splitlines()
     return re.sub(r"\d+(?:\.\d+)?", "#", text[0]) if text else "(no reason)"
+
+
+def kinds(reasons: Mapping[str, int]) -> dict[str, int]:
+    """How many tests were skipped for each kind of reason: those of SKIPS, and UNEXPLAINED."""
+    found = dict.fromkeys((*SKIPS, UNEXPLAINED), 0)
+    for reason, number in reasons.items():
+        known = (kind for kind, begin in SKIPS.items() if reason.startswith(begin))
+        found[next(known, UNEXPLAINED)] += number
+    return found
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -274,6 +325,8 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     )
     for reason, number in reasons.most_common():
         print(f"  {number:6} skipped: {reason}")
+    for kind, number in kinds(reasons).items():
+        print(f"  {number:6} skipped in all: {kind}")
     for name, text in list(failures.items())[:SHOWN]:
         lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
         print(f"  FAILED {name}\n      {lines[0] if lines else ''}")
@@ -284,6 +337,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "failed": outcomes["failed"],
         "skipped": outcomes["skipped"],
         "skip_reasons": dict(reasons.most_common()),
+        "skip_kinds": kinds(reasons),
         "failures": failures,
         "slowest": {
             row["test"]: row["seconds"]
@@ -381,12 +435,18 @@ def main() -> int:
         workers = [Worker(folder, line, env, part, number) for number, part in enumerate(parts)]
         try:
             rows = run(workers)
+            if again := without_memory(rows):
+                print(f"{len(again)} tests found no memory beside the others and run again, alone")
+                workers.append(Worker(folder, line, env, "1/1", len(workers), again))
+                rows = [row for row in rows if row.get("test") not in again] + run(workers[-1:])
         finally:
             for worker in workers:
                 if worker.process.poll() is None:
                     worker.process.kill()
         result = report(rows)
         problems = [problem for worker in workers if (problem := worker.problem())]
+        if known["gpu"] and not args.old_dropout and result["skip_kinds"][UNEXPLAINED]:
+            problems.append(f"{result['skip_kinds'][UNEXPLAINED]} tests {UNEXPLAINED}")
         seconds = round(time.monotonic() - began)
     print("\n".join(problems) or f"every test that was collected has a result; {seconds} s")
     if args.json:

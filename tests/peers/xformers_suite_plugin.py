@@ -2,7 +2,7 @@
 test, and for counting on a machine without a GPU a GPU that is only said to be there.
 
 MEMEFF_SUITE_SHARD=i/n   MEMEFF_SUITE_RECORD=file   MEMEFF_SUITE_CAPABILITY=7.0
-MEMEFF_SUITE_ON_CPU=1
+MEMEFF_SUITE_ON_CPU=1    MEMEFF_SUITE_ONLY=names.json
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ class Shard:
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         i, n = (int(x) for x in os.environ.get("MEMEFF_SUITE_SHARD", "1/1").split("/"))
         config.memeff_total = len(items)
+        if names := os.environ.get("MEMEFF_SUITE_ONLY"):
+            wanted = set(json.loads(Path(names).read_text()))
+            items[:] = [item for item in items if item.nodeid.partition("::")[2] in wanted]
         left = [item for index, item in enumerate(items) if index % n != i - 1]
         config.hook.pytest_deselected(items=left)
         items[:] = items[i - 1 :: n]

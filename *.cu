@@ -1,1 +1,0 @@
-template<int n> struct Show;
