@@ -61,6 +61,7 @@ SHORT = [
     Short(64, 128, 64, 1, 4, 4, spills=True),
     Short(96, 32, 96, 2, 3, 4, spills=True),
     Short(96, 64, 96, 2, 3, 4, spills=True),
+    Short(96, 96, 32, 2, 4, 2, stage=False, spills=True),
     Short(128, 32, 32, 2, 4, 4, spills=True),
     Short(128, 64, 32, 2, 4, 3, spills=True),
     Short(128, 128, 32, 2, 4, 2, spills=True),
