@@ -19,15 +19,19 @@
 
 namespace memeff {
 
+constexpr int kPhiloxRounds = 10;
+
+// Two 32x32-bit products, two exclusive ors of three words. number: of the round.
+CUTLASS_DEVICE uint4 philox_round(uint4 counter, uint2 key, int number) {
+  const uint64_t product0 = uint64_t(counter.x) * 0xD2511F53u, product1 = uint64_t(counter.z) * 0xCD9E8D57u;
+  const uint32_t key0 = key.x + uint32_t(number) * 0x9E3779B9u, key1 = key.y + uint32_t(number) * 0xBB67AE85u;
+  return make_uint4(uint32_t(product1 >> 32) ^ counter.y ^ key0, uint32_t(product1),
+                    uint32_t(product0 >> 32) ^ counter.w ^ key1, uint32_t(product0));
+}
+
 CUTLASS_DEVICE uint4 philox4x32_10(uint4 counter, uint2 key) {
   CUTLASS_PRAGMA_UNROLL
-  for (int round = 0; round < 10; ++round) {
-    const uint32_t high0 = __umulhi(0xD2511F53u, counter.x), low0 = 0xD2511F53u * counter.x;
-    const uint32_t high1 = __umulhi(0xCD9E8D57u, counter.z), low1 = 0xCD9E8D57u * counter.z;
-    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
-    key.x += 0x9E3779B9u;
-    key.y += 0xBB67AE85u;
-  }
+  for (int round = 0; round < kPhiloxRounds; ++round) counter = philox_round(counter, key, round);
   return counter;
 }
 
@@ -36,11 +40,11 @@ struct DropoutHead {
   uint2 key;
   uint32_t offset_low;
   uint32_t batch_head;
-  uint32_t threshold;
+  uint32_t limit;  // threshold << 16; what is kept where p = 1 (one weight of 2^32) is multiplied by 0
 
   DropoutHead() = default;
   CUTLASS_DEVICE DropoutHead(Dropout const& dropout, uint32_t batch_head_)
-      : batch_head(batch_head_), threshold(uint32_t(dropout.threshold)) {
+      : batch_head(batch_head_), limit(dropout.threshold > 0xffff ? ~0u : uint32_t(dropout.threshold) << 16) {
     const uint64_t seed = uint64_t(dropout.seed[0]), offset = uint64_t(dropout.seed[1]);
     key = make_uint2(uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32));
     offset_low = uint32_t(offset);
@@ -48,12 +52,12 @@ struct DropoutHead {
 
   // The eight cells that hold (query, column).
   CUTLASS_DEVICE uint4 cells(int query, int column) const {
-    const uint32_t group = uint32_t(column / 16) * 4 + uint32_t(column % 8) / 2;
-    return philox4x32_10(make_uint4(group, uint32_t(query) / 2, batch_head, offset_low), key);
+    return philox4x32_10(counter(query, uint32_t(column) / 16 * 4 + uint32_t(column) % 8 / 2), key);
   }
-  CUTLASS_DEVICE bool keeps(uint32_t word, int column) const {
-    return (column & 1 ? word >> 16 : word & 0xffffu) >= threshold;
+  CUTLASS_DEVICE uint4 counter(int query, uint32_t group) const {
+    return make_uint4(group, uint32_t(query) / 2, batch_head, offset_low);
   }
+  CUTLASS_DEVICE bool keeps(uint32_t word, int column) const { return (column & 1 ? word : word << 16) >= limit; }
   CUTLASS_DEVICE static uint32_t word(uint4 const& cells, int query, int column) {
     const uint32_t low = column & 8 ? cells.y : cells.x, high = column & 8 ? cells.w : cells.z;
     return query & 1 ? high : low;
@@ -70,6 +74,27 @@ CUTLASS_DEVICE uint2 exchange_rows(uint2 x) {
   return make_uint2(__shfl_xor_sync(0xffffffffu, x.x, 4), __shfl_xor_sync(0xffffffffu, x.y, 4));
 }
 CUTLASS_DEVICE uint2 choose(bool first, uint2 a, uint2 b) { return make_uint2(first ? a.x : b.x, first ? a.y : b.y); }
+
+// All words of a lane whose two rows are 2i and 2i + 1, the first of them `query`: f(t, words) for each 16 keys t of
+// kKeys from column0 on, words as in the picture above with c = lane % 4 * 2. kSide calls run side by side: one by
+// itself is a chain of 20 instructions that wait for each other.
+template <int kKeys, int kSide, typename F>
+CUTLASS_DEVICE void each_pair(DropoutHead const& head, int query, int column0, int lane, F f) {
+  const uint32_t group0 = uint32_t(column0) / 4 + uint32_t(lane & 3);
+  CUTLASS_PRAGMA_UNROLL
+  for (int first = 0; first < kKeys / 16; first += kSide) {
+    uint4 state[kSide];
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kSide; ++k) state[k] = head.counter(query, group0 + 4 * uint32_t(first + k));
+    CUTLASS_PRAGMA_UNROLL
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kSide; ++k) state[k] = philox_round(state[k], head.key, round);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kSide; ++k) f(first + k, state[k]);
+  }
+}
 
 // Rows are queries. Of two rows 8 apart, lanes of even queries call for the first, lanes of odd ones for the second.
 template <typename Coord, typename F>
