@@ -111,6 +111,7 @@ const std::map<std::string, Field>& request_fields() {
       {"bias_grad", set<&Request::bias_grad>},
       {"deterministic", set<&Request::deterministic>},
       {"has_bias", set<&Request::has_bias>},
+      {"causal", set<&Request::causal>},
       {"paged", set<&Request::paged>},
       {"partial", set<&Request::partial>},
       {"bias_alignment", set<&Request::bias_alignment>},
@@ -164,7 +165,7 @@ py::dict row_dict(const KernelRow& row) {
                   "bias_alignment"_a = row.bias_alignment, "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm,
                   "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
                   "in_memory"_a = row.in_memory, "adds_query"_a = row.adds_query, "min_length"_a = row.min_length,
-                  "built_archs"_a = archs, "built"_a = row.is_built());
+                  "causal_length"_a = row.causal_length, "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

@@ -211,6 +211,13 @@ constexpr Rule kRules[] = {
      [](const KernelRow& k, const Request&) {
        return "is chosen where an SM holds " + to_string(k.blocks_per_sm) + " blocks of " + kilobytes(k.smem_bytes);
      }},
+    {true,
+     [](const KernelRow& k, const Request& r) {
+       return k.causal_length == 0 || (r.causal && std::max(r.queries, r.keys) <= k.causal_length);
+     },
+     [](const KernelRow& k, const Request&) {
+       return "is chosen for causal calls with M and N up to " + to_string(k.causal_length);
+     }},
     {true, [](const KernelRow& k, const Request& r) { return std::max(r.queries, r.keys) > k.min_length; },
      [](const KernelRow& k, const Request&) { return "is chosen for M or N beyond " + to_string(k.min_length); }},
 };

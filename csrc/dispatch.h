@@ -46,6 +46,7 @@ struct KernelRow {
   bool in_memory;            // a block writes all value columns
   bool adds_query;           // adds dQ up by atomics: sums in no fixed order
   int32_t min_length;        // automatic choice only where M or N is longer
+  int32_t causal_length;     // not 0: automatic choice only for causal calls with M and N up to it
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none
@@ -99,6 +100,7 @@ struct Request {
   bool has_bias = false;
   bool dropout = false;
   bool sequences = false;  // packed along the length: queries and keys are then means
+  bool causal = false;     // later queries see more keys, all earlier ones
   bool paged = false;      // keys are read through a block table
   bool partial = false;    // results in fp32 are wanted, for another kernel to put together or to convert
   // Elements: the largest power of two that divides the bias' address and strides, at most 16; 0 where its dtype is not

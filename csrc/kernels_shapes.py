@@ -44,6 +44,7 @@ class Variant:
     dropout: bool = False
     adds_query: bool = False  # backward: dQ is summed by atomics, in no fixed order
     min_length: int = 0  # automatic choice only where M or N is longer
+    causal_length: int = 0  # not 0: automatic choice only for causal calls with M and N up to it
     max_n: int = 0  # longest N, 0 = any; of backward rows longest M too, and no shared key heads
     sequences: bool = True  # takes packed sequences
 
@@ -103,6 +104,8 @@ class Wgmma:
     spills: bool = True  # in the warp that copies, and a few in tiles with masks
     min_blocks_per_sm: float = 0.5
     max_m: int = 0
+    blocks: int = 1  # an SM
+    causal_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,13 +226,15 @@ def wgmma(shapes: list[Wgmma], cpp_element: str, dtype: str) -> Iterator[Variant
                 min_sm=90,
                 max_sm=90,
                 traits=f"hopper::ForwardTraits<{cpp_element}, hopper::Tile<{tile}>, "
-                f"{shape.stages}, chained::{policy}>",
+                f"{shape.stages}, chained::{policy}{f', {shape.blocks}' * (shape.blocks > 1)}>",
                 min_m=65,
                 max_m=shape.max_m,
                 min_blocks_per_sm=shape.min_blocks_per_sm,
                 pages=False,
                 bias_alignment=8 * bias,
                 allow_spill=shape.spills,
+                blocks_per_sm=shape.blocks,
+                causal_length=shape.causal_length,
                 header="hopper/launch.h",
                 dropout=dropout,
             )

@@ -172,6 +172,7 @@ Status make_operands(const ForwardCall& a, ForwardParams* p, Request* r) {
   r->batch = q.b, r->queries = M, r->keys = N, r->heads = heads;
   count_sequences(a.mask, p->sequences, r);
   r->head_dim = int32_t(K), r->value_dim = int32_t(Kv);
+  r->causal = p->anchor != Anchor::kNone && p->window_right >= 0 && p->window_left < 0;
   r->has_bias = a.bias.has_value();
   r->bias_alignment = bias_alignment(*p, r->dtype);
   r->dropout = a.seed.has_value();

@@ -24,6 +24,7 @@ class Request(_Pass, total=False):
     alignment: int  # elements: the largest power of two dividing addresses, strides, K and Kv
     has_bias: bool
     dropout: bool
+    causal: bool  # later queries see more keys, all earlier ones
     paged: bool  # keys are read through a block table
     partial: bool  # results in fp32 are wanted: of packed heads, or for an out of another dtype
     bias_alignment: int  # as alignment, of a bias of the query's dtype; 0: another bias

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .attn_bias import MASKS, MaskRule, is_plain, mask_rule
+from .attn_bias import ANCHOR_NONE, MASKS, MaskRule, is_plain, mask_rule
 from .cuda_errors import with_way_out
 from .determinism import fixed_order
 from .inputs import Inputs as Inputs  # public here, as in xFormers
@@ -458,6 +458,7 @@ def request_of(
         "alignment": bits & -bits,
         "has_bias": bias is not None,
         "bias_alignment": _bias_alignment(rule, query.dtype),
+        "causal": rule.anchor != ANCHOR_NONE and rule.right >= 0 and rule.left < 0,
         "paged": rule.block_tables is not None,
         "partial": d.output_dtype not in (None, query.dtype),
         "pass": which,

@@ -1,9 +1,10 @@
-// The search for a block's sequence (csrc/common/sequences.h), with a warp of 32 fibers on the host: every row of the
-// tensors is in exactly one tile, of the sequence it belongs to, and neighbours come in the order of their loops'
-// lengths. tests/test_sequence_order.py compiles and runs it.
+// The search for a block's sequence (csrc/common/sequences.h, sorted_tiles.h), with a warp of 32 fibers on the host:
+// every row of the tensors (of each head) is in exactly one tile, of the sequence it belongs to, and neighbours come in
+// the order of their loops' lengths. tests/test_sequence_order.py compiles and runs it.
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -80,7 +81,7 @@ T __ldg(const T* p) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-#include "common/sequences.h"
+#include "common/sorted_tiles.h"
 #include "tiling.h"
 
 // --- the checks ---
@@ -148,11 +149,69 @@ void check(const Call& call, int spare, bool longest_first) {
   }
 }
 
+// Of all heads, in the order of csrc/hopper.
+template <int kTileM>
+void check_sorted(const Call& call, int spare, int heads, bool pairs) {
+  ForwardParams p;
+  p.batch = 1, p.heads = heads, p.row_heads = 1;
+  p.sequences.query_starts = call.query_starts.data(), p.sequences.key_starts = call.key_starts.data();
+  p.sequences.count = int(call.query_starts.size()) - 1;
+  p.queries = call.query_starts.back() + spare, p.keys = call.key_starts.back() + spare;
+  std::vector<int> seen(size_t(p.queries) * heads, 0);
+  const int64_t tiles =
+      pairs ? 2 * tiles_over(p.queries, 2 * kTileM, p.sequences) : tiles_over(p.queries, kTileM, p.sequences);
+  std::vector<std::array<int, 2>> order;  // block of 32 neighbours, keys
+  int previous = -1;                      // tile of the number before, where it has one
+  int empty = 0;
+  for (int number = 0; number < tiles * heads; ++number) {
+    SortedTile found{};
+    warp::run([&](int lane) {
+      const SortedTile mine = sorted_tile<kTileM>(p, uint32_t(number), pairs);
+      if (lane == 0) found = mine;
+      const Problem &a = mine.problem, &b = found.problem;
+      const bool same = mine.tile == found.tile && mine.head == found.head && a.queries == b.queries &&
+                        a.keys == b.keys && a.query_row == b.query_row && a.key_row == b.key_row &&
+                        a.sequence == b.sequence;
+      if (!same) fail("lanes disagree", call, false, number);
+    });
+    const Problem& x = found.problem;
+    const int first = found.tile * kTileM, last = std::min(first + kTileM, x.queries);
+    const int before = previous;
+    previous = first < last ? found.tile : -1;
+    if (first >= last) {
+      if (!pairs || number % 2 == 0) ++empty;
+      continue;
+    }
+    if (empty > 0 && p.sequences.count + 2 <= 32) fail("a tile behind an empty number", call, false, number);
+    if (first < 0 || found.head >= uint32_t(heads)) fail("no such tile", call, false, number);
+    if (pairs && number % 2 == 1 && before + found.tile != (x.queries + kTileM - 1) / kTileM - 1)
+      fail("a pair is not from opposite ends", call, false, number);
+    const std::vector<int>& starts = call.query_starts;
+    bool inside = true;
+    for (int row = x.query_row + first; row < x.query_row + last; ++row) {
+      ++seen[size_t(row) * heads + found.head];
+      inside = row >= starts.front() && row < starts.back();
+      if (!inside && x.keys != 0) fail("a row of nobody has a loop", call, false, number);
+      const int s = int(x.sequence);
+      if (inside && !(starts[s] <= row && row < starts[s + 1])) fail("a row of another sequence", call, false, number);
+    }
+    const int member = inside ? int(x.sequence) + 1 : x.query_row + first < starts.front() ? 0 : p.sequences.count + 1;
+    order.push_back({member / 32, x.keys});
+  }
+  for (size_t i = 0; i < seen.size(); ++i)
+    if (seen[i] != 1) fail(seen[i] ? "a row in two tiles" : "a row in no tile", call, false, int(i) / heads);
+  for (size_t i = 1; i < order.size(); ++i) {
+    if (order[i][0] < order[i - 1][0]) fail("neighbours are apart", call, false, int(i));
+    if (order[i][0] == order[i - 1][0] && order[i][1] > order[i - 1][1])
+      fail("neighbours are not in order", call, false, int(i));
+  }
+}
+
 int main() {
   std::mt19937 random(7);
   const auto number = [&](int below) { return int(random() % unsigned(below)); };
   const int counts[] = {1, 2, 30, 31, 32, 33, 62, 63, 64, 100};
-  int calls = 0;
+  int calls = 0, sorted = 0;
   for (int count : counts) {
     for (int kind = 0; kind < 3; ++kind) {
       Call call;
@@ -172,8 +231,14 @@ int main() {
         check<true>(call, spare, longest_first);
         ++calls;
       }
+      if (kind == 2) continue;  // heads as rows: not these kernels
+      const int stretch = 1 + number(3);
+      for (int& start : call.query_starts) start *= stretch;
+      check_sorted<64>(call, spare, 1 + number(3), false);
+      check_sorted<64>(call, spare, 1 + number(3), true);
+      ++sorted;
     }
   }
-  std::printf("%d calls\n", calls);
+  std::printf("%d calls, %d sorted\n", calls, sorted);
   return 0;
 }

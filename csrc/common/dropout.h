@@ -75,25 +75,10 @@ CUTLASS_DEVICE uint2 exchange_rows(uint2 x) {
 }
 CUTLASS_DEVICE uint2 choose(bool first, uint2 a, uint2 b) { return make_uint2(first ? a.x : b.x, first ? a.y : b.y); }
 
-// All words of a lane whose two rows are 2i and 2i + 1, the first of them `query`: f(t, words) for each 16 keys t of
-// kKeys from column0 on, words as in the picture above with c = lane % 4 * 2. kSide calls run side by side: one by
-// itself is a chain of 20 instructions that wait for each other.
-template <int kKeys, int kSide, typename F>
-CUTLASS_DEVICE void each_pair(DropoutHead const& head, int query, int column0, int lane, F f) {
-  const uint32_t group0 = uint32_t(column0) / 4 + uint32_t(lane & 3);
-  CUTLASS_PRAGMA_UNROLL
-  for (int first = 0; first < kKeys / 16; first += kSide) {
-    uint4 state[kSide];
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kSide; ++k) state[k] = head.counter(query, group0 + 4 * uint32_t(first + k));
-    CUTLASS_PRAGMA_UNROLL
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < kSide; ++k) state[k] = philox_round(state[k], head.key, round);
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kSide; ++k) f(first + k, state[k]);
-  }
+// The call of a lane whose two rows are 2i and 2i + 1, the first of them `query`: of 16 keys from column0 on, with
+// c = lane % 4 * 2 in the picture above. Nothing is exchanged.
+CUTLASS_DEVICE uint4 pair_cells(DropoutHead const& head, int query, int column0, int lane) {
+  return philox4x32_10(head.counter(query, uint32_t(column0) / 4 + uint32_t(lane & 3)), head.key);
 }
 
 // Rows are queries. Of two rows 8 apart, lanes of even queries call for the first, lanes of odd ones for the second.

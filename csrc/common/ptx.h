@@ -115,5 +115,17 @@ CUTLASS_DEVICE void add_to_global(float* to, float a, float b, float c, float d)
 #endif
 }
 
+// Two products of 16-bit numbers, denormal ones too. PTX ISA 9.7.4.3 "mul", half precision; bf16 on sm_90 and later.
+CUTLASS_DEVICE uint32_t multiply_f16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+CUTLASS_DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 }  // namespace ptx
 }  // namespace memeff

@@ -1,4 +1,4 @@
-// The forward kernel on wgmma and TMA: one warp copies, two or three warpgroups compute 64 queries each. A block stays
+// The forward kernel on wgmma and TMA: one warp copies, warpgroups compute 64 queries each. A block stays
 // on its SM and takes tile after tile, so that one tile's end and the next one's start overlap.
 //
 //   copies      Q K(n) | K(n-1) V(n) | K(n-2) V(n-1) | ...                     rings of kStages in shared memory
@@ -19,15 +19,6 @@
 namespace memeff {
 namespace hopper {
 
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  CUTLASS_DEVICE void next() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
-
 template <typename Traits>
 struct ForwardBlock {
   using Element = typename Traits::Element;
@@ -35,6 +26,7 @@ struct ForwardBlock {
   using CoordS = typename Traits::CoordS;
   using NamedBarrier = cutlass::arch::NamedBarrier;
   using Rows = WarpgroupRows<Traits>;
+  using Kept = typename Rows::Kept;
   using RingOf = Ring<Traits::kStages>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kConsumers = Traits::kConsumers;
   using Scores = Accumulators<kTileN>;
@@ -142,9 +134,7 @@ struct ForwardBlock {
       __threadfence_block();
       auto& full = smem.barriers.query_full[queries.stage];
       if (tile.rows > 0 && tile.first_block < tile.after_block) {
-        const Source from(tile);
-        copy<Traits::kChunks, Traits::kQueryChunkBytes>(args.query, smem.query[queries.stage], full, from, 0,
-                                                        from.query_row, cute::TMA::CacheHintSm90::EVICT_FIRST);
+        copy_queries(Source(tile), full);
       } else {
         full.arrive();
       }
@@ -159,12 +149,31 @@ struct ForwardBlock {
   CUTLASS_DEVICE void copy(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full,
                            Source const& at, int column, int row, cute::TMA::CacheHintSm90 hint) const {
     full.arrive_and_expect_tx(kChunks * kBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kChunks; ++c) copy_box(from, to + c * kBytes, full, at, column + c * kChunk, row, hint);
+  }
+  CUTLASS_DEVICE void copy_box(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full,
+                               Source const& at, int column, int row, cute::TMA::CacheHintSm90 hint) const {
     const int member = from.step_h ? at.member : 0, group = from.step_g ? at.group : 0;
     const int batch = from.step_b ? at.batch : 0;
-    CUTLASS_PRAGMA_UNROLL
-    for (int c = 0; c < kChunks; ++c) {
-      cute::SM90_TMA_LOAD_5D::copy(&from.map, reinterpret_cast<uint64_t*>(&full), uint64_t(hint), to + c * kBytes,
-                                   column + c * kChunk, row, member, group, batch);
+    cute::SM90_TMA_LOAD_5D::copy(&from.map, reinterpret_cast<uint64_t*>(&full), uint64_t(hint), to, column, row, member,
+                                 group, batch);
+  }
+
+  CUTLASS_DEVICE void copy_queries(Source const& from, cutlass::arch::ClusterTransactionBarrier& full) const {
+    constexpr auto kHint = cute::TMA::CacheHintSm90::EVICT_FIRST;
+    char* to = smem.query[queries.stage];
+    if constexpr (Traits::kPairs) {  // of 16 rows the even ones, then the odd ones (WarpgroupCoord)
+      full.arrive_and_expect_tx(Traits::kQueryBytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < Traits::kChunks; ++c) {
+#pragma unroll 1
+        for (int piece = 0; piece < kTileM / 8; ++piece)
+          copy_box(args.query, to + c * Traits::kQueryChunkBytes + piece * kPeriodBytes, full, from, c * kChunk,
+                   from.query_row + piece / 2 * 16 + piece % 2, kHint);
+      }
+    } else {
+      copy<Traits::kChunks, Traits::kQueryChunkBytes>(args.query, to, full, from, 0, from.query_row, kHint);
     }
   }
 
@@ -197,9 +206,12 @@ struct ForwardBlock {
   // Products are issued by one warpgroup after the other: barrier i is warpgroup i's turn. Every warpgroup has a turn
   // for each key block of the tile.
   static constexpr uint32_t kTurnThreads = 256;  // the warpgroup that waits and the one that passes the turn on
-  CUTLASS_DEVICE void take_turn() const { NamedBarrier::sync(kTurnThreads, uint32_t(consumer)); }
+  CUTLASS_DEVICE void take_turn() const {
+    if constexpr (kConsumers > 1) NamedBarrier::sync(kTurnThreads, uint32_t(consumer));
+  }
   CUTLASS_DEVICE void pass_turn() const {
-    NamedBarrier::arrive(kTurnThreads, uint32_t(consumer + 1 == kConsumers ? 0 : consumer + 1));
+    if constexpr (kConsumers > 1)
+      NamedBarrier::arrive(kTurnThreads, uint32_t(consumer + 1 == kConsumers ? 0 : consumer + 1));
   }
   CUTLASS_DEVICE void sync_consumers() const { NamedBarrier::sync(Traits::kConsumerThreads, uint32_t(kConsumers)); }
 
@@ -317,13 +329,13 @@ struct ForwardBlock {
     rows.finish(s, wait_bias(), block, masked);
     release_bias();
     rows.weigh(s, alpha);
-    rows.drop(s, block);
   }
 
   // S(block) and O += P(block + 1) V(block + 1), then P(block).
   template <bool kMasked>
   CUTLASS_DEVICE void step(Rows& rows, Outputs& o, Weights& weights, Share const& share, int block) {
     Scores s;
+    Kept kept;
     float alpha[CoordS::kRows];
     wait_keys();
     take_turn();
@@ -331,13 +343,14 @@ struct ForwardBlock {
     wait_values();
     start_values_of(o, weights);
     pass_turn();
+    rows.draw(kept, block, p.dropout.threshold);
     cute::warpgroup_wait<1>();
     weigh(s, alpha, rows, share, block, kMasked);
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
     rescale<Traits>(o, alpha);
-    pack_weights<Element>(weights, s);
+    pack_weights<Element>(weights, s, kept);
   }
 
   CUTLASS_DEVICE void take_scores(Scores& s) {
@@ -365,10 +378,12 @@ struct ForwardBlock {
 
   // P of a tile's first block.
   CUTLASS_DEVICE void finish_first(Scores& s, Rows& rows, Weights& weights, Share const& share) {
+    Kept kept;
     float alpha[CoordS::kRows];
+    rows.draw(kept, share.end - 1, p.dropout.threshold);
     cute::warpgroup_wait<0>();
     weigh(s, alpha, rows, share, share.end - 1, !share.is_whole(share.end - 1));
-    pack_weights<Element>(weights, s);
+    pack_weights<Element>(weights, s, kept);
   }
 
   // The end of tile `before` and the first block of `tile` together.
@@ -457,7 +472,8 @@ struct ForwardBlock {
 };
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_constant__ const ForwardArgs args) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    forward_kernel(__grid_constant__ const ForwardArgs args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   ForwardBlock<Traits>(args, *reinterpret_cast<typename Traits::SharedStorage*>(memory)).run();
 }

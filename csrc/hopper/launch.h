@@ -25,9 +25,12 @@ Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multipro
   const ScaleFactors scale = scale_factors(p.scale, Traits::kBias);
   args->premultiply = scale.premultiply, args->exponent = scale.exponent;
   const bool packed = is_packed(p.sequences);
-  const int64_t tiles = tiles_over(p.queries, Traits::kTileM, p.sequences);
+  const bool packed_pairs = packed && is_causal(p);
+  const int64_t tiles = packed_pairs ? 2 * tiles_over(p.queries, 2 * Traits::kTileM, p.sequences)
+                                     : tiles_over(p.queries, Traits::kTileM, p.sequences);
   const int64_t pairs = ceil_div(p.batch * p.heads, 2) * tiles;
-  args->order = packed                                                   ? Order::kSnake
+  args->order = packed_pairs                                             ? Order::kSnakePairs
+                : packed                                                 ? Order::kSnake
                 : !is_causal(p)                                          ? Order::kRounds
                 : p.batch * p.heads > 1 && fills(pairs, multiprocessors) ? Order::kPairs
                                                                          : Order::kSnake;
@@ -36,7 +39,9 @@ Status make_forward_args(ForwardArgs* args, ForwardParams const& p, int multipro
       make_tile_map(p.batch, p.heads, p.heads_per_group, tiles, 1, 1, kBytesPerHead, args->order == Order::kSnake);
   args->blocks = std::min(args->map.blocks, uint32_t(multiprocessors));
   const DType dtype = chained::dtype_of<typename Traits::Element>();
-  if (Status s = make_operand(&args->query, p.query, dtype, p, p.head_dim, p.queries, Traits::kTileM, where); !s.ok())
+  const int query_rows = Traits::kPairs ? 8 : Traits::kTileM, query_step = Traits::kPairs ? 2 : 1;
+  if (Status s = make_operand(&args->query, p.query, dtype, p, p.head_dim, p.queries, query_rows, where, query_step);
+      !s.ok())
     return s;
   if (Status s = make_operand(&args->key, p.key, dtype, p, p.head_dim, p.keys, Traits::kTileN, where); !s.ok())
     return s;
@@ -55,6 +60,7 @@ Status launch_forward(ForwardParams const& p, cudaStream_t stream, const char* n
   if (p.sequences.block_tables != nullptr) return {Code::kUnsupported, where + " reads no pages"};
   int32_t multiprocessors = 0;
   if (Status s = count_multiprocessors(&multiprocessors, where); !s.ok()) return s;
+  multiprocessors *= Traits::kBlocks;  // that run blocks
   ForwardArgs args;
   if (Status s = make_forward_args<Traits>(&args, p, multiprocessors, where); !s.ok()) return s;
   if (args.map.blocks == 0) {

@@ -45,7 +45,7 @@ CUTLASS_DEVICE void store_output(ForwardParams const& p, ForwardTile const& tile
                  offset(tile.n.query_row + tile.row0, p.out.stride_m) + 8 * (lane & 3);
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < Coord::kRows; ++i) {
-    const int row = row0 + 8 * i;
+    const int row = row0 + Coord::kRowStep * i;
     Element* line = out + offset(row, p.out.stride_m);
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < Traits::kWidth / 32; ++group) {

@@ -39,9 +39,10 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return found;
 }
 
-// columns, rows: of the operand; box_rows: of one copy, which is one chunk of 64 columns wide.
+// columns, rows: of the operand; box_rows: of one copy, which is one chunk of 64 columns wide. step: a copy takes every
+// step-th row.
 inline Status make_operand(Operand* to, TensorView const& view, DType dtype, ForwardParams const& p, int32_t columns,
-                           int32_t rows, int32_t box_rows, std::string const& where) {
+                           int32_t rows, int32_t box_rows, std::string const& where, int32_t step = 1) {
   const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
   if (encode == nullptr) {
     return {Code::kCuda, where + ": the driver has no cuTensorMapEncodeTiled; a driver for CUDA 12.0 or newer has it"};
@@ -56,8 +57,8 @@ inline Status make_operand(Operand* to, TensorView const& view, DType dtype, For
   };
   const cuuint64_t strides[4] = {bytes(1, view.stride_m), bytes(2, view.stride_h), bytes(3, view.stride_g),
                                  bytes(4, view.stride_b)};
-  const cuuint32_t box[5] = {64, cuuint32_t(box_rows), 1, 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[5] = {64, cuuint32_t(box_rows * step), 1, 1, 1};
+  const cuuint32_t steps[5] = {1, cuuint32_t(step), 1, 1, 1};
   const CUresult result =
       encode(&to->map, dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
              const_cast<void*>(view.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -1,7 +1,7 @@
 // What a launch of the hopper family passes, and a thread block's place in the work.
 #pragma once
 
-#include "common/sequences.h"
+#include "common/sorted_tiles.h"
 #include "common/tile_map.h"
 #include "common/visibility.h"
 #include "hopper/tensor_map.h"
@@ -14,7 +14,8 @@ namespace hopper {
 //   kSnake   block i: i, 2 G - 1 - i, 2 G + i, ...                        the longest first, to and fro
 //   kPairs   causal: two heads A and B from opposite ends, so that all pairs are about as long:
 //            tiles 0 1 2     pairs (A 2, B 0) (A 1, B 1) (A 0, B 2)       block i: the pairs i, G + i, ...
-enum class Order : int32_t { kRounds, kSnake, kPairs };
+//   kSnakePairs  packed and causal: pairs of a sequence (sorted_tiles.h) in a snake
+enum class Order : int32_t { kRounds, kSnake, kPairs, kSnakePairs };
 
 struct ForwardArgs {
   Operand query, key, value, bias;
@@ -24,6 +25,16 @@ struct ForwardArgs {
   float exponent;
   uint32_t blocks;  // of the grid
   Order order;      // how they take the tiles
+};
+
+// A place in a ring of buffers.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  CUTLASS_DEVICE void next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
 };
 
 // A tile of queries of one head. In shared memory: seldom read, no registers. Key blocks run from the last that some
@@ -40,7 +51,9 @@ struct ForwardTile {
 CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn) {
   const uint32_t blocks = gridDim.x, block = blockIdx.x, odd = turn % 2;
   if (args.order == Order::kRounds) return turn * blocks + block;
-  if (args.order == Order::kSnake) return turn * blocks + (odd ? blocks - 1 - block : block);
+  const auto snake = [&](uint32_t round) { return round * blocks + (round % 2 ? blocks - 1 - block : block); };
+  if (args.order == Order::kSnake) return snake(turn);
+  if (args.order == Order::kSnakePairs) return 2 * snake(turn / 2) + odd;
   const uint32_t tiles = args.map.tiles, pair = turn / 2 * blocks + block, j = pair % tiles;
   return (pair / tiles * 2 + odd) * tiles + (odd ? j : tiles - 1 - j);
 }
@@ -49,10 +62,16 @@ CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn) {
 template <int kTileM, int kTileN>
 CUTLASS_DEVICE ForwardTile find_tile(ForwardArgs const& args, uint32_t number) {
   ForwardTile tile;
-  tile.at = locate(args.map, number);
-  const Located found = locate_problem<false>(args.p, tile.at.batch, kTileM, tile.at.tile, !args.map.longest_first);
-  tile.n = found.problem;
-  tile.row0 = found.tile * kTileM;
+  if (is_packed(args.p.sequences)) {
+    const SortedTile found = sorted_tile<kTileM>(args.p, number, args.order == Order::kSnakePairs);
+    const Quotient by_group = divide(found.head, args.map.by_group);
+    tile.at = {0, found.head, by_group.quotient, by_group.rest, uint32_t(found.tile), 0, 0};
+    tile.n = found.problem;
+  } else {
+    tile.at = locate(args.map, number);
+    tile.n = locate_problem<false>(args.p, tile.at.batch, kTileM, tile.at.tile, false).problem;
+  }
+  tile.row0 = int(tile.at.tile) * kTileM;
   tile.rows = tile.n.queries - tile.row0 < kTileM ? tile.n.queries - tile.row0 : kTileM;
   tile.see = Visibility(args.p, tile.n.queries, tile.n.keys);
   const int begin = tile.see.first(tile.row0), end = tile.see.limit(tile.row0 + tile.rows - 1);

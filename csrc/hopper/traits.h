@@ -21,21 +21,24 @@ struct Tile {
   static constexpr int kM = kM_, kN = kN_, kWidth = kWidth_;
 };
 
-template <typename Element_, typename Tile_, int kStages_, typename Bias_>
+template <typename Element_, typename Tile_, int kStages_, typename Bias_, int kBlocks_ = 1>
 struct ForwardTraits {
   using Element = Element_;
   static_assert(sizeof(Element) == 2, "wgmma of 16 bits");
   static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kWidth = Tile_::kWidth, kValueTile = kWidth;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_, kBlocks = kBlocks_;  // kBlocks: an SM
   static constexpr bool kBias = Bias_::kBias, kDropout = Bias_::kDropout;
   static constexpr int kConsumers = kTileM / 64;  // warpgroups that compute
-  static_assert(kTileM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "two or three warpgroups of 64 queries");
+  static_assert(kTileM % 64 == 0 && kConsumers >= 1 && kConsumers <= 3, "up to three warpgroups of 64 queries");
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = 128 + kConsumerThreads;  // and one that copies
   // What a warpgroup gives up and what the others take: 65536 registers in all.
-  static constexpr int kCopyRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kMathRegisters = kConsumers == 2 ? 232 : 160;
-  static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;  // a thread, before that
+  static constexpr int kCopyRegisters = kBlocks > 1 ? 24 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kMathRegisters = kBlocks == 3      ? 136
+                                        : kBlocks == 2    ? (kConsumers == 1 ? 232 : 104)
+                                        : kConsumers == 2 ? 232
+                                                          : 160;
+  static constexpr int kStartRegisters = 65536 / kBlocks / kThreads / 8 * 8;  // a thread, before that
   static_assert(128 * (kCopyRegisters + kConsumers * kMathRegisters) <= kStartRegisters * kThreads,
                 "no warpgroup waits for registers that nobody gives up");
 
@@ -47,8 +50,10 @@ struct ForwardTraits {
   static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
   static_assert(kWidth % kStep == 0 && kTileN % kStep == 0, "whole steps");
 
-  using CoordS = WarpgroupCoord<kTileN>;
-  using CoordO = WarpgroupCoord<kWidth>;
+  static constexpr bool kPairs = kDropout;  // how queries lie in shared memory
+  static constexpr int kSideCalls = 2;      // of the generator, side by side: one is a chain of instructions that wait
+  using CoordS = WarpgroupCoord<kTileN, kPairs>;
+  using CoordO = WarpgroupCoord<kWidth, kPairs>;
   static constexpr int kScores = kTileN / 2, kOutputs = kWidth / 2;  // registers a thread
   static_assert(kScores + kScores / 2 + kOutputs <= kMathRegisters - 24,
                 "S, P and O live together; the rest needs about 24 registers");
@@ -57,8 +62,9 @@ struct ForwardTraits {
   using DropoutState = std::conditional_t<kDropout, DropoutHead, NoDropoutHead>;
 
   // Q of the next tile is there while this one is computed, where there is room.
+  static constexpr int kMemory = 228 * 1024 / kBlocks / 1024 * 1024 - 1024;
   static constexpr int kBuffers = kStages * (2 * kKeyBytes + kBiasBytes) + 1024;
-  static constexpr int kQueryBuffers = 2 * kQueryBytes + kBuffers <= 227 * 1024 ? 2 : 1;
+  static constexpr int kQueryBuffers = 2 * kQueryBytes + kBuffers <= kMemory ? 2 : 1;
   // Of tiles: a warpgroup writes one while it starts the next, and the copying warp is up to kQueryBuffers ahead.
   static constexpr int kPlaces = 4;
 
@@ -81,7 +87,8 @@ struct ForwardTraits {
     ForwardTile tiles[kPlaces];
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
-  static_assert(kSmemBytes <= 227 * 1024, "an SM gives a thread block no more than 227 KiB of shared memory");
+  static_assert(kSmemBytes <= kMemory,
+                "an SM has 228 KiB of shared memory, 1 KiB of it is the system's for each block");
 };
 
 }  // namespace hopper

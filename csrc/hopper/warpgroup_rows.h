@@ -7,13 +7,49 @@
 namespace memeff {
 namespace hopper {
 
+// Which weights of a lane's two rows dropout keeps, in kCalls calls: a bit a weight, bit t of each half of the word of
+// the t-th call. Found while the scores are on their way or beside their exponentials.
+template <typename Element, int kCalls>
+struct KeptWeights {
+  static_assert(kCalls <= 8, "the ones of both types end in 7 zeros");
+  static constexpr uint32_t kOne = std::is_same_v<Element, cutlass::half_t> ? 0x3c00 : 0x3f80;
+  uint32_t words[4];
+
+  KeptWeights() = default;
+  // The place of a bit holds what clamp() gives less threshold - 1.
+  CUTLASS_DEVICE explicit KeptWeights(int32_t threshold) {
+    const uint32_t shift = 0u - uint32_t(threshold - 1) * 0x10001 * ((1u << kCalls) - 1);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) words[i] = shift;
+  }
+  // Both numbers of a word become threshold where they are kept, else threshold - 1. p = 1: always threshold - 1.
+  CUTLASS_DEVICE static uint32_t clamp(uint32_t word, int32_t threshold) {
+    const uint32_t low = (uint32_t(threshold - 1) & 0xffff) * 0x10001;
+    const uint32_t high = uint32_t(threshold < 0xffff ? threshold : 0xffff) * 0x10001;
+    return __vminu2(__vmaxu2(word, low), high);
+  }
+  CUTLASS_DEVICE void note(int t, uint4 call, int32_t threshold) {
+    words[0] += clamp(call.x, threshold) << t, words[1] += clamp(call.y, threshold) << t;
+    words[2] += clamp(call.z, threshold) << t, words[3] += clamp(call.w, threshold) << t;
+  }
+  // Sets what is dropped of two weights to 0: by a product, whose pipe the generator leaves idle. A NaN stays one, as
+  // the sum of its row is.
+  CUTLASS_DEVICE void apply(uint32_t& x, int word, int t) const {
+    const uint32_t kept = (words[word] & (0x10001u << t)) * (kOne >> t);
+    x = std::is_same_v<Element, cutlass::half_t> ? ptx::multiply_f16(x, kept) : ptx::multiply_bf16(x, kept);
+  }
+};
+struct AllKept {};
+
 // The rows of one thread of a consumer warpgroup: which keys they see, maxima, sums.
 template <typename Traits>
 struct WarpgroupRows {
   using CoordS = typename Traits::CoordS;
   using Exponent = typename Traits::Exponent;
+  using Element = typename Traits::Element;
   static constexpr int kTileN = Traits::kTileN, kRows = CoordS::kRows;
   using Scores = Accumulators<kTileN>;
+  using Kept = std::conditional_t<Traits::kDropout, KeptWeights<Element, kTileN / 16>, AllKept>;
 
   float exponent, premultiply;  // as in chained/forward_tile.h
   int row_in_tile, lane;        // the first of its rows
@@ -56,8 +92,8 @@ struct WarpgroupRows {
     const int lane_column = CoordS::column(lane, 0);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int high = see->limit(row + 8 * i) - key0 - lane_column;
-      const int low = kLeft ? see->first(row + 8 * i) - key0 - lane_column : 0;
+      const int high = see->limit(row + CoordS::kRowStep * i) - key0 - lane_column;
+      const int low = kLeft ? see->first(row + CoordS::kRowStep * i) - key0 - lane_column : 0;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {
         const int column = CoordS::column(0, j);
@@ -69,12 +105,13 @@ struct WarpgroupRows {
   CUTLASS_DEVICE void add_bias(Scores& s, const char* line) const {
     using Pair = cutlass::AlignedArray<typename Traits::Element, 2>;
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < CoordS::kColumns; j += 2) {  // 16-byte piece j / 2 of the row, the lane's 4 bytes of it
-      const int chunk = j / 16, piece = (j / 2 % 8) ^ (lane >> 2);
-      const char* at = line + chunk * Traits::kQueryChunkBytes + piece * 16 + (lane & 3) * 4;
+    for (int i = 0; i < kRows; ++i) {
+      const char* own = line + CoordS::kRowStep * i * kRowBytes + (lane & 3) * 4;
+      const int turn = (row_in_tile + CoordS::kRowStep * i) % 8;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        const Pair two = *reinterpret_cast<Pair const*>(at + 8 * i * kRowBytes);
+      for (int j = 0; j < CoordS::kColumns; j += 2) {  // 16-byte piece j / 2 of the row, the lane's 4 bytes of it
+        const char* at = own + j / 16 * Traits::kQueryChunkBytes + ((j / 2 % 8) ^ turn) * 16;
+        const Pair two = *reinterpret_cast<Pair const*>(at);
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 2; ++k) {
           float& x = s[CoordS::index(i, j + k)];
@@ -107,11 +144,17 @@ struct WarpgroupRows {
     }
   }
 
-  CUTLASS_DEVICE void drop(Scores& s, int block) const {
+  // What dropout keeps of a block; needs no score. A loop: unrolled its code is as long as all the rest, and fetching
+  // it takes longer than running it.
+  CUTLASS_DEVICE void draw(Kept& kept, int block, int32_t threshold) const {
     if constexpr (Traits::kDropout) {
-      each_cell<CoordS, false>(dropout, row - CoordS::row(lane, 0), block * kTileN, lane, [&](int i, int j, bool kept) {
-        if (!kept) s[CoordS::index(i, j)] = 0.f;
-      });
+      kept = Kept(threshold);
+#pragma unroll 1
+      for (int t = 0; t < kTileN / 16; t += Traits::kSideCalls) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < Traits::kSideCalls; ++k)
+          kept.note(t + k, pair_cells(dropout, row, block * kTileN + 16 * (t + k), lane), threshold);
+      }
     }
   }
 
@@ -126,12 +169,14 @@ struct WarpgroupRows {
   }
 };
 
-// Weights as operand A of the second product: registers 4 k .. 4 k + 3 are keys 16 k .. 16 k + 15.
-template <typename Element, int kScores>
-CUTLASS_DEVICE void pack_weights(uint32_t (&to)[kScores / 2], float const (&s)[kScores]) {
+// Weights as operand A of the second product: registers 4 k .. 4 k + 3 are keys 16 k .. 16 k + 15: the first row's keys
+// up to 7, the second row's, the first row's from 8 on, the second row's.
+template <typename Element, int kScores, typename Kept>
+CUTLASS_DEVICE void pack_weights(uint32_t (&to)[kScores / 2], float const (&s)[kScores], Kept const& kept) {
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kScores / 2; ++i) {
     to[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+    if constexpr (!std::is_same_v<Kept, AllKept>) kept.apply(to[i], i % 2 * 2 + i / 2 % 2, i / 4);
   }
 }
 

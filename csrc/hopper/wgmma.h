@@ -145,14 +145,16 @@ CUTLASS_DEVICE void start_values(Accumulators<kN>& acc, uint32_t const (&weights
   }
 }
 
-// Where a lane's accumulators lie in its warp's 16 rows; the interface of chained/acc_coord.h.
-template <int kN>
+// Where a lane's accumulators lie in its warp's 16 rows; the interface of chained/acc_coord.h. kPairs: row 8 i + g of
+// operand A is query 2 g + i of the 16, so that a lane's two rows are those of one call of dropout's generator.
+template <int kN, bool kPairs = false>
 struct WarpgroupCoord {
   static constexpr int kRows = 2;
   static constexpr int kColumns = kN / 4;
-  static constexpr bool kQuadCells = true;
+  static constexpr bool kQuadCells = !kPairs;
+  static constexpr int kRowStep = kPairs ? 1 : 8;  // from a lane's first row to its second
 
-  CUTLASS_DEVICE static int row(int lane, int i) { return i * 8 + (lane >> 2); }
+  CUTLASS_DEVICE static int row(int lane, int i) { return i * kRowStep + (lane >> 2) * (kPairs ? 2 : 1); }
   CUTLASS_DEVICE static int column(int lane, int j) { return (j >> 1) * 8 + (j & 1) + (lane & 3) * 2; }
   CUTLASS_HOST_DEVICE static constexpr int index(int i, int j) { return (j >> 1) * 4 + i * 2 + (j & 1); }
   CUTLASS_HOST_DEVICE static constexpr bool rows_shared(int mask) { return mask == 1 || mask == 2; }
