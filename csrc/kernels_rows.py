@@ -39,8 +39,8 @@ HOPPER = [
     # Warpgroups by themselves, each with its own tiles and keys: short causal sequences.
     Wgmma("k64_causal", (64, 64, 64), 3, {"plain": 66560}, blocks=3, causal_length=1024),
     Wgmma("k64_m256", (128, 128, 64), 2, {"plain": 99328}, max_m=256),
-    Wgmma("k64", (192, 128, 64), 2, {"plain": 115712, "dropout": 115712}),
-    Wgmma("k64", (128, 128, 64), 2, {"bias": 164864}),
+    Wgmma("k64", (192, 128, 64), 2, {"plain": 115712}),
+    Wgmma("k64", (128, 128, 64), 2, {"dropout": 99328, "bias": 164864}),
     Wgmma("k96", (128, 128, 96), 2, {"plain": 197632, "bias": 230400}),
     Wgmma("k128", (128, 128, 128), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
     Wgmma("k192", (128, 96, 192), 2, {"plain": 197632}),

@@ -321,14 +321,18 @@ struct ForwardBlock {
   }
 
   // S -> P of this block; alpha: the factor for what was accumulated before.
-  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], Rows& rows, Share const& share, int block,
-                            bool masked) {
+  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], Rows& rows, Kept& kept, Share const& share,
+                            int block, bool masked) {
     fence(s);
     release_keys();
     if (block == share.begin) release_queries();
     rows.finish(s, wait_bias(), block, masked);
     release_bias();
-    rows.weigh(s, alpha);
+    if constexpr (Traits::kDropout) {
+      rows.weigh_and_draw(s, alpha, kept, block, p.dropout.threshold);
+    } else {
+      rows.weigh(s, alpha);
+    }
   }
 
   // S(block) and O += P(block + 1) V(block + 1), then P(block).
@@ -343,9 +347,8 @@ struct ForwardBlock {
     wait_values();
     start_values_of(o, weights);
     pass_turn();
-    rows.draw(kept, block, p.dropout.threshold);
     cute::warpgroup_wait<1>();
-    weigh(s, alpha, rows, share, block, kMasked);
+    weigh(s, alpha, rows, kept, share, block, kMasked);
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
@@ -380,9 +383,8 @@ struct ForwardBlock {
   CUTLASS_DEVICE void finish_first(Scores& s, Rows& rows, Weights& weights, Share const& share) {
     Kept kept;
     float alpha[CoordS::kRows];
-    rows.draw(kept, share.end - 1, p.dropout.threshold);
     cute::warpgroup_wait<0>();
-    weigh(s, alpha, rows, share, share.end - 1, !share.is_whole(share.end - 1));
+    weigh(s, alpha, rows, kept, share, share.end - 1, !share.is_whole(share.end - 1));
     pack_weights<Element>(weights, s, kept);
   }
 

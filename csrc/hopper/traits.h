@@ -33,11 +33,9 @@ struct ForwardTraits {
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = 128 + kConsumerThreads;  // and one that copies
   // What a warpgroup gives up and what the others take: 65536 registers in all.
-  static constexpr int kCopyRegisters = kBlocks > 1 ? 24 : kConsumers == 2 ? 40 : 32;
-  static constexpr int kMathRegisters = kBlocks == 3      ? 136
-                                        : kBlocks == 2    ? (kConsumers == 1 ? 232 : 104)
-                                        : kConsumers == 2 ? 232
-                                                          : 160;
+  static_assert(kBlocks == 1 || (kBlocks == 3 && kConsumers == 1), "the registers of three blocks");
+  static constexpr int kCopyRegisters = kBlocks == 3 ? 24 : kConsumers == 3 ? 32 : 40;
+  static constexpr int kMathRegisters = kBlocks == 3 ? 136 : kConsumers == 3 ? 160 : 232;
   static constexpr int kStartRegisters = 65536 / kBlocks / kThreads / 8 * 8;  // a thread, before that
   static_assert(128 * (kCopyRegisters + kConsumers * kMathRegisters) <= kStartRegisters * kThreads,
                 "no warpgroup waits for registers that nobody gives up");
@@ -51,7 +49,7 @@ struct ForwardTraits {
   static_assert(kWidth % kStep == 0 && kTileN % kStep == 0, "whole steps");
 
   static constexpr bool kPairs = kDropout;  // how queries lie in shared memory
-  static constexpr int kSideCalls = 2;      // of the generator, side by side: one is a chain of instructions that wait
+  static_assert(!kPairs || !kBias, "rows of a bias lie as queries do without pairs");
   using CoordS = WarpgroupCoord<kTileN, kPairs>;
   using CoordO = WarpgroupCoord<kWidth, kPairs>;
   static constexpr int kScores = kTileN / 2, kOutputs = kWidth / 2;  // registers a thread

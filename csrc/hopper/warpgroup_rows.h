@@ -8,7 +8,7 @@ namespace memeff {
 namespace hopper {
 
 // Which weights of a lane's two rows dropout keeps, in kCalls calls: a bit a weight, bit t of each half of the word of
-// the t-th call. Found while the scores are on their way or beside their exponentials.
+// the t-th call.
 template <typename Element, int kCalls>
 struct KeptWeights {
   static_assert(kCalls <= 8, "the ones of both types end in 7 zeros");
@@ -105,13 +105,12 @@ struct WarpgroupRows {
   CUTLASS_DEVICE void add_bias(Scores& s, const char* line) const {
     using Pair = cutlass::AlignedArray<typename Traits::Element, 2>;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const char* own = line + CoordS::kRowStep * i * kRowBytes + (lane & 3) * 4;
-      const int turn = (row_in_tile + CoordS::kRowStep * i) % 8;
+    for (int j = 0; j < CoordS::kColumns; j += 2) {  // 16-byte piece j / 2 of the row, the lane's 4 bytes of it
+      const int chunk = j / 16, piece = (j / 2 % 8) ^ (lane >> 2);
+      const char* at = line + chunk * Traits::kQueryChunkBytes + piece * 16 + (lane & 3) * 4;
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < CoordS::kColumns; j += 2) {  // 16-byte piece j / 2 of the row, the lane's 4 bytes of it
-        const char* at = own + j / 16 * Traits::kQueryChunkBytes + ((j / 2 % 8) ^ turn) * 16;
-        const Pair two = *reinterpret_cast<Pair const*>(at);
+      for (int i = 0; i < kRows; ++i) {
+        const Pair two = *reinterpret_cast<Pair const*>(at + 8 * i * kRowBytes);
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 2; ++k) {
           float& x = s[CoordS::index(i, j + k)];
@@ -121,18 +120,24 @@ struct WarpgroupRows {
     }
   }
 
-  // s -> weights; alpha: the factor for what was accumulated before.
+  // The row's new maximum as a reference; alpha: the factor for what was accumulated before.
+  CUTLASS_DEVICE float raise(Scores const& s, int i, float& alpha) {
+    float max = s[CoordS::index(i, 0)];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 1; j < CoordS::kColumns; ++j) max = fmaxf(max, s[CoordS::index(i, j)]);
+    max = chained::reduce_row<CoordS>(max, [](float a, float b) { return fmaxf(a, b); });
+    const float before = state.max[i];
+    state.max[i] = fmaxf(before, max);
+    const float reference = Exponent::reference(state.max[i], exponent);
+    alpha = Exponent::rescale(before, reference, exponent);
+    return reference;
+  }
+
+  // s -> weights.
   CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[kRows]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      float max = s[CoordS::index(i, 0)];
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 1; j < CoordS::kColumns; ++j) max = fmaxf(max, s[CoordS::index(i, j)]);
-      max = chained::reduce_row<CoordS>(max, [](float a, float b) { return fmaxf(a, b); });
-      const float before = state.max[i];
-      state.max[i] = fmaxf(before, max);
-      const float reference = Exponent::reference(state.max[i], exponent);
-      alpha[i] = Exponent::rescale(before, reference, exponent);
+      const float reference = raise(s, i, alpha[i]);
       float sum = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < CoordS::kColumns; ++j) {
@@ -144,18 +149,26 @@ struct WarpgroupRows {
     }
   }
 
-  // What dropout keeps of a block; needs no score. A loop: unrolled its code is as long as all the rest, and fetching
-  // it takes longer than running it.
-  CUTLASS_DEVICE void draw(Kept& kept, int block, int32_t threshold) const {
-    if constexpr (Traits::kDropout) {
-      kept = Kept(threshold);
-#pragma unroll 1
-      for (int t = 0; t < kTileN / 16; t += Traits::kSideCalls) {
+  // The same with dropout. Calls of the generator, chains of 20 instructions, go beside exponentials.
+  CUTLASS_DEVICE void weigh_and_draw(Scores& s, float (&alpha)[kRows], Kept& kept, int block, int32_t threshold) {
+    const float reference[kRows] = {raise(s, 0, alpha[0]), raise(s, 1, alpha[1])};
+    float sum[kRows] = {};
+    kept = Kept(threshold);
+    CUTLASS_PRAGMA_UNROLL
+    for (int t = 0; t < kTileN / 16; ++t) {
+      kept.note(t, pair_cells(dropout, row, block * kTileN + 16 * t, lane), threshold);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 4 * t; j < 4 * t + 4; ++j) {
         CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < Traits::kSideCalls; ++k)
-          kept.note(t + k, pair_cells(dropout, row, block * kTileN + 16 * (t + k), lane), threshold);
+        for (int i = 0; i < kRows; ++i) {
+          float& x = s[CoordS::index(i, j)];
+          x = Exponent::weight(x, reference[i], exponent);
+          sum[i] += x;
+        }
       }
     }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) state.sum[i] = state.sum[i] * alpha[i] + sum[i];
   }
 
   // Adds the sums up over the lanes of a row. inverse: the factor of O, 0 for a row that sees nothing.
