@@ -91,6 +91,11 @@ std::string preferred_range(const KernelRow& row) {
   return "sm_" + to_string(row.min_sm) + " to sm_" + to_string(row.max_sm);
 }
 
+// What makes queries few. A backward row computes S as the forward's row did, so it counts the rows of packed heads too.
+int64_t rows_of_queries(const Request& r) {
+  return r.pass == Pass::kBackward && forward_packs(r) ? r.queries * r.heads_per_key : r.queries;
+}
+
 // What a request must meet, cheapest and most telling first. `automatic` rules hold back only the automatic choice.
 struct Rule {
   bool automatic;
@@ -199,13 +204,13 @@ constexpr Rule kRules[] = {
      [](const KernelRow&, const Request&) { return std::string("is for grids that fill the GPU, this one is small"); }},
     {true,
      [](const KernelRow& k, const Request& r) {
-       const bool few_queries = k.max_m != 0 && r.queries <= k.max_m;
+       const bool few_queries = k.max_m != 0 && rows_of_queries(r) <= k.max_m;
        const bool small_grid = k.max_blocks_per_sm != 0 && blocks_per_sm(k, r) <= k.max_blocks_per_sm;
        return (k.max_m == 0 && k.max_blocks_per_sm == 0) || few_queries || small_grid;
      },
      [](const KernelRow& k, const Request& r) {
        return "is chosen for M up to " + to_string(k.max_m) + " or grids that larger tiles do not fill, M is " +
-              to_string(r.queries);
+              to_string(rows_of_queries(r));
      }},
     {true, fits_its_blocks,
      [](const KernelRow& k, const Request&) {
@@ -354,8 +359,10 @@ Request with_chip_facts(Request request) {
   return request;
 }
 
-bool packs(const Request& r) {
-  if (r.pass != Pass::kForward || r.heads_per_key == 1 || r.queries > kMaxPackedQueries) return false;
+bool packs(const Request& r) { return r.pass == Pass::kForward && forward_packs(r); }
+
+bool forward_packs(const Request& r) {
+  if (r.heads_per_key == 1 || r.queries > kMaxPackedQueries) return false;
   if (!r.variant.empty() && !may_write_parts(r)) return false;  // packed rows may need their results copied
   return r.queries == 1 || r.batch * (r.heads / r.heads_per_key) * r.keys >= kMinPackedKeys;
 }

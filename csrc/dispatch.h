@@ -129,6 +129,7 @@ Request with_chip_facts(Request request);
 
 // Do the heads of a key head become rows of one tile? And the request that rows are then asked with.
 bool packs(const Request& request);
+bool forward_packs(const Request& request);  // the same of a backward request: does its forward pass?
 Request packed(Request request);
 
 // The row, or why there is none: kInvalid for an unknown forced name, kUnsupported with explain()'s text otherwise.

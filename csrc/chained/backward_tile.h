@@ -258,6 +258,26 @@ struct BackwardTile {
     return exp2_of<Traits::kNearestExp>(Traits::kBias ? t * kLog2e : t);
   }
 
+  // The same without the rounding errors of the exponent, each up to half an ulp of it: they show where few queries, or
+  // queries that all err alike (scale = 0), decide over a gradient.
+  CUTLASS_DEVICE float fine_weight(float s, int statistic) const {
+    const float lse = smem.lse[statistic], low = smem.lse_low[statistic];
+    const float x = Traits::kBias ? s : __fmul_rn(s, args.exponent);
+    const float product_error = Traits::kBias ? 0.f : __fmaf_rn(s, args.exponent, -x);
+    const float high = __fsub_rn(x, lse), t = __fsub_rn(high, low);
+    if (t <= -151.f) return 0.f;  // errors of infinities are NaN
+    float error = product_error + sum_error(x, -lse, high) + sum_error(high, -low, t);
+    if (t > 0.f) return 1.f;  // as in weight()
+    float power = t;
+    if constexpr (Traits::kBias) {
+      power = __fmul_rn(t, kLog2e);
+      error = __fmaf_rn(error, kLog2e, __fmaf_rn(t, kLog2eLow, __fmaf_rn(t, kLog2e, -power)));
+    }
+    const float w = exp2_of<Traits::kNearestExp>(power);
+    return __fmaf_rn(w, error * kLn2, w);
+  }
+  CUTLASS_DEVICE bool is_fine() const { return n.queries <= kFewQueries || f.scale == 0.f; }
+
   // The address of the bias of a query and a key.
   CUTLASS_DEVICE const char* bias_from(HeadStart const& at, int query, int key) const {
     return at.bias + (offset(query, f.bias.stride_m) + offset(key, f.bias.stride_n)) * bytes_of(f.bias.dtype);
@@ -315,10 +335,16 @@ struct BackwardTile {
   CUTLASS_DEVICE void weigh(FragmentS& s, FragmentS& dp, HeadStart const& at, Side const& owner,
                             Side const& loop) const {
     if constexpr (Traits::kBias) add_bias_to(s, at, owner, loop);
+    if constexpr (Traits::kFine) {
+      if (is_fine()) {
+        weigh_tile<true, true>(s, dp, at, owner, loop);
+        return;
+      }
+    }
     if (all_visible(owner, loop)) {
-      weigh_tile<false>(s, dp, at, owner, loop);
+      weigh_tile<false, false>(s, dp, at, owner, loop);
     } else {
-      weigh_tile<true>(s, dp, at, owner, loop);
+      weigh_tile<true, false>(s, dp, at, owner, loop);
     }
   }
 
@@ -334,7 +360,7 @@ struct BackwardTile {
     return {see.first(at) - loop.row0, see.limit(at) - loop.row0};
   }
 
-  template <bool kMasked>
+  template <bool kMasked, bool kFine>
   CUTLASS_DEVICE void weigh_tile(FragmentS& s, FragmentS& dp, HeadStart const& at, Side const& owner,
                                  Side const& loop) const {
     Columns visible[Coord::kRows];
@@ -347,7 +373,12 @@ struct BackwardTile {
       const int statistic = statistics0 + (kOwnerKeys ? column : warp_row + Coord::row(lane, i));
       float& x = s[Coord::index(i, j)];
       float& y = dp[Coord::index(i, j)];
-      float w = weight(x, statistic);
+      float w;
+      if constexpr (kFine) {
+        w = fine_weight(x, statistic);
+      } else {
+        w = weight(x, statistic);
+      }
       if constexpr (Traits::kDropout) y = kept ? y * f.dropout.keep_scale : 0.f;
       float ds = w * (y - smem.delta[statistic]);
       if constexpr (kMasked) {

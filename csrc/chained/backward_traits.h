@@ -86,6 +86,9 @@ struct BackwardTraits
   static constexpr bool kLow = std::is_same<Element, float>::value || Chain::kBias;
   static constexpr bool kExact = std::is_same<Element, float>::value && !Chain::kBias;
 
+  // fp32: weights of few queries are computed without rounding their exponents (backward_tile.h, fine_weight).
+  static constexpr bool kFine = std::is_same<Element, float>::value && !Chain::kTf32;
+
   // Where the operands of a head begin, at the first rows of its sequence.
   struct HeadStart {
     Element const *query, *grad_out, *key, *value;

@@ -11,6 +11,14 @@
 namespace memeff {
 namespace chained {
 
+// What rounding took from total = a + b (Knuth, TwoSum).
+CUTLASS_DEVICE float sum_error(float a, float b, float total) {
+  const float part = __fsub_rn(total, a);
+  return __fadd_rn(__fsub_rn(a, __fsub_rn(total, part)), __fsub_rn(b, part));
+}
+// A sum and the errors of its additions; of a sum that is not finite they are NaN.
+CUTLASS_DEVICE float corrected(float sum, float error) { return isfinite(sum) ? __fadd_rn(sum, error) : sum; }
+
 // A sum of products, rounded at every addition.
 struct PlainSum {
   float sum = 0.f;
@@ -26,12 +34,10 @@ struct CompensatedSum {
     const float product = __fmul_rn(a, b);
     const float product_error = __fmaf_rn(a, b, -product);
     const float total = __fadd_rn(sum, product);
-    const float part = __fsub_rn(total, sum);
-    const float sum_error = __fadd_rn(__fsub_rn(sum, __fsub_rn(total, part)), __fsub_rn(product, part));
-    error = __fadd_rn(error, __fadd_rn(product_error, sum_error));
+    error = __fadd_rn(error, __fadd_rn(product_error, sum_error(sum, product, total)));
     sum = total;
   }
-  CUTLASS_DEVICE float value() const { return __fadd_rn(sum, error); }
+  CUTLASS_DEVICE float value() const { return corrected(sum, error); }
 };
 
 // Four consecutive k of a row (query or key), as an operand's layout keeps them side by side.

@@ -59,6 +59,7 @@ struct ForwardTile {
   Element const *query, *key, *value;
   BiasTile bias;
   State state;
+  bool few;  // StreamedProduct
 
   CUTLASS_DEVICE ForwardTile(ForwardArgs const& args_, SharedStorage& smem_)
       : ForwardTile(args_, smem_, locate(args_.map, blockIdx.x)) {}
@@ -84,6 +85,7 @@ struct ForwardTile {
     values = p.value_dim - value0;
     const Visibility limits(p, query_of(found.problem.queries - 1) + 1, found.problem.keys);
     const int first = query_of(row0), last = query_of(row0 + rows - 1);
+    few = query_of(found.problem.queries - 1) < kFewQueries;
     whole_end = limits.limit(first);
     keys_begin = limits.first(first) / kTileN * kTileN;
     keys_end = limits.limit(last);

@@ -8,6 +8,8 @@
 namespace memeff {
 namespace chained {
 
+constexpr int kFewQueries = 16;
+
 // Traits: QkMma (EarlyStart or StreamedMma), kLoadedStream, kTileN, kQkStep, Arch::kQkChunk.
 //
 //   auto pass = product.start(a, b);      the first tiles are on their way
@@ -24,9 +26,12 @@ class StreamedProduct {
   using Source = TileSource<Element>;  // columns: the whole contraction
   static constexpr bool kLoaded = Traits::kLoadedStream;
   static constexpr int kChunk = Traits::Arch::kQkChunk;
+  static constexpr int kFewChunk = 16;
 
-  CUTLASS_DEVICE StreamedProduct(typename Mma::Base::SharedStorage& storage, int thread, int warp, int lane)
-      : mma_(storage, thread, warp, lane), thread_(thread) {}
+  // few: so few queries that the rounding of the sums shows beside eager's (docs/performance.md). With kChunk > 0 the
+  // sums are then shorter and added up with their rounding errors.
+  CUTLASS_DEVICE StreamedProduct(typename Mma::Base::SharedStorage& storage, int thread, int warp, int lane, bool few)
+      : mma_(storage, thread, warp, lane), thread_(thread), few_(few) {}
 
   CUTLASS_DEVICE auto start(Source const& a, Source const& b) { return start_at(a, b, 0); }
 
@@ -35,22 +40,34 @@ class StreamedProduct {
     acc.clear();
     mma_.finish(acc, pass.a, pass.b);
     if constexpr (kChunk > 0) {
+      FragmentS error;
+      error.clear();
 #pragma unroll 1
-      for (int k0 = kChunk; k0 < a.columns; k0 += kChunk) {
+      for (int k0 = chunk(); k0 < a.columns; k0 += chunk()) {
         __syncthreads();  // the pass before has read its operands
         pass = start_at(a, b, k0);
         FragmentS part;
         part.clear();
         mma_.finish(part, pass.a, pass.b);
         CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < FragmentS::kElements; ++e) acc[e] += part[e];
+        for (int e = 0; e < FragmentS::kElements; ++e) {
+          const float total = __fadd_rn(acc[e], part[e]);
+          if (few_) error[e] += sum_error(acc[e], part[e], total);
+          acc[e] = total;
+        }
       }
+      if (!few_) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < FragmentS::kElements; ++e) acc[e] = corrected(acc[e], error[e]);
     }
   }
 
  private:
   Mma mma_;
   int thread_;
+  bool few_;
+
+  CUTLASS_DEVICE int chunk() const { return few_ ? kFewChunk : kChunk; }
 
   template <typename SourceA, typename SourceB>
   struct Pass {
@@ -59,9 +76,9 @@ class StreamedProduct {
   };
 
   // Columns from k0 on that one pass covers.
-  CUTLASS_DEVICE static int pass_columns(Source const& a, int k0) {
+  CUTLASS_DEVICE int pass_columns(Source const& a, int k0) {
     const int left = a.columns - k0;
-    return kChunk > 0 && left > kChunk ? kChunk : left;
+    return kChunk > 0 && left > chunk() ? chunk() : left;
   }
 
   CUTLASS_DEVICE auto start_at(Source const& a, Source const& b, int k0) {
