@@ -102,41 +102,53 @@ struct FmaProduct {
   }
 };
 
-// acc += A[row0.., 0:depth] * B[0:depth, column0..] for the accumulators of one lane, in sums of 16 products. Layouts:
-// functions of (row, column) to elements; A's keeps four columns side by side. Columns of A and rows of B from depth up
-// to the next multiple of 4 must be zero.
+// Sums of four products, added up with their rounding errors: what is equal from one to the next (values that repeat)
+// errs alike, and a plain sum of 64 would be off by several ulp.
+struct SumOfFours {
+  float sum = 0.f, error = 0.f;
+  CUTLASS_DEVICE void add(float four) {
+    const float total = __fadd_rn(sum, four);
+    error = __fadd_rn(error, sum_error(sum, four, total));
+    sum = total;
+  }
+  CUTLASS_DEVICE float value() const { return corrected(sum, error); }
+};
+
+// acc += A[row0.., 0:depth] * B[0:depth, column0..] for the accumulators of one lane. Layouts: functions of (row,
+// column) to elements; A's keeps four columns side by side. Columns of A and rows of B from depth up to the next
+// multiple of 4 must be zero.
 template <typename Coord, typename Fragment, typename LayoutA, typename LayoutB>
 CUTLASS_DEVICE void multiply_by_fma(Fragment& acc, float const* a, LayoutA const& layout_a, float const* b,
                                     LayoutB const& layout_b, int row0, int column0, int lane, int depth) {
-  constexpr int kChunk = 16, kBlock = Coord::kColumns < 4 ? Coord::kColumns : 4;  // fewer sums live
+  constexpr int kBlock = Coord::kColumns < 4 ? Coord::kColumns : 4;  // columns at a time: fewer sums live
+  CUTLASS_PRAGMA_UNROLL
+  for (int j0 = 0; j0 < Coord::kColumns; j0 += kBlock) {
+    SumOfFours sums[Coord::kRows][kBlock];
 #pragma unroll 1
-  for (int k0 = 0; k0 < depth; k0 += kChunk) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int j0 = 0; j0 < Coord::kColumns; j0 += kBlock) {
-      PlainSum sums[Coord::kRows][kBlock];
-#pragma unroll 1
-      for (int k = k0; k < k0 + kChunk && k < depth; k += 4) {
-        float rows[Coord::kRows][4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Coord::kRows; ++i) {
-          *reinterpret_cast<float4*>(rows[i]) = PlainFour::load(a + layout_a({row0 + Coord::row(lane, i), k}));
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kBlock; ++j) {
-          const int column = column0 + Coord::column(lane, j0 + j);
-          CUTLASS_PRAGMA_UNROLL
-          for (int d = 0; d < 4; ++d) {
-            const float value = b[layout_b({k + d, column})];
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Coord::kRows; ++i) sums[i][j].add(rows[i][d], value);
-          }
-        }
-      }
+    for (int k = 0; k < depth; k += 4) {
+      float rows[Coord::kRows][4];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Coord::kRows; ++i) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kBlock; ++j) acc[Coord::index(i, j0 + j)] += sums[i][j].value();
+        *reinterpret_cast<float4*>(rows[i]) = PlainFour::load(a + layout_a({row0 + Coord::row(lane, i), k}));
       }
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kBlock; ++j) {
+        const int column = column0 + Coord::column(lane, j0 + j);
+        PlainSum four[Coord::kRows];
+        CUTLASS_PRAGMA_UNROLL
+        for (int d = 0; d < 4; ++d) {
+          const float value = b[layout_b({k + d, column})];
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < Coord::kRows; ++i) four[i].add(rows[i][d], value);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Coord::kRows; ++i) sums[i][j].add(four[i].value());
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Coord::kRows; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kBlock; ++j) acc[Coord::index(i, j0 + j)] += sums[i][j].value();
     }
   }
 }
