@@ -12,6 +12,7 @@ import mask_runs
 import pytest
 import torch
 from cases import Case
+from companions import scores
 from tolerance import Checker
 from torch import Tensor
 
@@ -49,6 +50,25 @@ def test_packed_requests() -> None:
         assert _C.forward_plan(told) == _C.forward_plan({**told, "heads_per_key": 1})
         assert "rows of one tile" not in _C.explain(told)
     assert "rows of one tile" not in _C.explain({**REQUEST, **sizes, "pass": "bwd", "N": 8192})
+
+
+@pytest.mark.parametrize("sm", [80, 86, 90])
+def test_backward_computes_the_forwards_scores(sm: int) -> None:
+    """fp32: rows of packed heads are few, or not, for both passes alike: P = exp(S - LSE) needs S
+    by one arithmetic (FAULTS B06)."""
+    table = {row["name"]: row for row in _C.variants()}
+    told: dict[str, Any] = {**REQUEST, "sm": sm, "dtype": "f32", "B": 1, "H": 32}
+    seen = set()
+    for M, N, heads, k in itertools.product(
+        (1, 2, 3, 4, 8, 15, 16, 17), (300, 4096, 16384), (1, 2, 8, 32), (8, 40, 64)
+    ):
+        sizes = {**told, "M": M, "N": N, "heads_per_key": heads, "K": k, "Kv": k}
+        forward = table[_C.select(sizes)]
+        for sharing in {1, heads}:
+            backward = table[_C.select({**sizes, "pass": "bwd", "heads_per_kv": sharing})]
+            assert scores(backward) == scores(forward), (M, N, heads, k)
+        seen.add((scores(forward), M <= 16))
+    assert seen == {("compensated", True), ("split", True), ("split", False)}
 
 
 def test_which_calls_are_packable() -> None:
