@@ -403,9 +403,7 @@ VARIANTS: list[Variant] = [
         GRADIENTS_SM80_TF32 + GRADIENTS_SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"
     ),
     *gradients(GRADIENTS_SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
-    *gradients(
-        GRADIENTS_SM80_F32_WIDE + GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)
-    ),
+    *gradients(GRADIENTS_SM80_F32_WIDE + GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *gradients(GRADIENTS_HMMA, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *gradients(GRADIENTS_HMMA, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
     *gradients(GRADIENTS_SIMT_F32, "simt", "Simt<float>", "f32", (70, 79)),

@@ -174,33 +174,45 @@ class ResidentMma
   // steps of a stage are added up before they join the accumulator, since a running sum rounds at every addition.
   template <bool kFew>
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
-    constexpr bool kByStage = kSplit != Fp32Split::kShort;
-    constexpr int kSteps = !kByStage && kGroupsPerStage % 2 == 0 ? 2 : 1;
+    constexpr int kStageK = kGroupsPerStage * kGroupK;
+    // Whole stages without a branch: their steps hide each other's latency. More accumulators would spill.
+    constexpr bool kHides = FragmentC::kElements <= 8;
     auto a = this->warp_tile_iterator_A_;
     auto b = operand_b();
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
-      if (stage * kGroupsPerStage * kGroupK >= depth) return;
-      FragmentC part;
-      if constexpr (kByStage) part.clear();
-      FragmentC& to = kByStage ? part : acc;
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < kGroupsPerStage; group += kSteps) {
-        if ((stage * kGroupsPerStage + group) * kGroupK >= depth) break;
-        FragmentC sum;
-        sum.clear();
-        CUTLASS_PRAGMA_UNROLL
-        for (int step = 0; step < kSteps; ++step) {
-          FragmentA frag_a;
-          FragmentB frag_b;
-          load(a, b, frag_a, frag_b, group + step);
-          if constexpr (kFew) rest_step(sum, frag_a, frag_b);
-          split_step(sum, frag_a, frag_b);
-        }
-        add(to, sum);
+      const int left = depth - stage * kStageK;
+      if (left <= 0) return;
+      if (kHides && left >= kStageK) {
+        multiply_stage<kFew, true>(acc, a, b, left);
+      } else {
+        multiply_stage<kFew, false>(acc, a, b, left);
       }
-      if constexpr (kByStage) add(acc, part);
     }
+  }
+  template <bool kFew, bool kWhole, typename IteratorA, typename IteratorB>
+  CUTLASS_DEVICE static void multiply_stage(FragmentC& acc, IteratorA& a, IteratorB& b, int depth) {
+    constexpr bool kByStage = kSplit != Fp32Split::kShort;
+    constexpr int kSteps = !kByStage && kGroupsPerStage % 2 == 0 ? 2 : 1;
+    FragmentC part;
+    if constexpr (kByStage) part.clear();
+    FragmentC& to = kByStage ? part : acc;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < kGroupsPerStage; group += kSteps) {
+      if (!kWhole && group * kGroupK >= depth) break;
+      FragmentC sum;
+      sum.clear();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        FragmentA frag_a;
+        FragmentB frag_b;
+        load(a, b, frag_a, frag_b, group + step);
+        if constexpr (kFew) rest_step(sum, frag_a, frag_b);
+        split_step(sum, frag_a, frag_b);
+      }
+      add(to, sum);
+    }
+    if constexpr (kByStage) add(acc, part);
   }
 
   // kShort, B transposed: 32 columns at a time, so that few of the sums live beside the accumulators. The numbers are

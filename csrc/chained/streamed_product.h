@@ -28,10 +28,10 @@ class StreamedProduct {
   static constexpr int kChunk = Traits::Arch::kQkChunk;
   static constexpr int kFewChunk = 16;
 
-  // few: so few queries that the rounding of the sums shows beside eager's (docs/performance.md). With kChunk > 0 the
-  // sums are then shorter and added up with their rounding errors.
+  // few: so few queries that the rounding of the sums shows beside eager's (docs/performance.md). With kChunk > 0
+  // fp32's sums are then shorter and added up with their rounding errors.
   CUTLASS_DEVICE StreamedProduct(typename Mma::Base::SharedStorage& storage, int thread, int warp, int lane, bool few)
-      : mma_(storage, thread, warp, lane), thread_(thread), few_(few) {}
+      : mma_(storage, thread, warp, lane), thread_(thread), few_(few && sizeof(Element) == 4) {}
 
   CUTLASS_DEVICE auto start(Source const& a, Source const& b) { return start_at(a, b, 0); }
 

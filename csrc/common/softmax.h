@@ -89,6 +89,16 @@ CUTLASS_DEVICE float2 log_sum_exp(float reference, float sum) {
   return make_float2(total, error + natural.y);
 }
 
+// log(sum) - logf(sum) to about 5e-8, sum >= 1. log(sum) of a row is a number of 3 to 10, whose last place is an error
+// of every weight that the backward pass computes from the lse.
+CUTLASS_DEVICE float log_error(float sum) {
+  const float log_sum = logf(sum);
+  const float power = __fmul_rn(log_sum, kLog2e);
+  const float rest = __fmaf_rn(log_sum, kLog2eLow, __fmaf_rn(log_sum, kLog2e, -power));
+  const float inverse = exp2_nearest(-power);
+  return __fmaf_rn(sum, __fmaf_rn(inverse, -rest * kLn2, inverse), -1.f);  // sum * e^-log_sum - 1
+}
+
 // State of the rows that one thread holds accumulators of. `sum` is this thread's part only: the parts are added up
 // once, at the end, because every thread of a row uses the same maximum. kTwoLevels: sums are set aside now and then,
 // with O.
