@@ -320,9 +320,6 @@ GRADIENTS_SM80_TF32 = [
         kinds=PLAIN,
     ),
 ]  # fmt: skip
-GRADIENTS_SM80_F32_WIDE = [  # 227 KB a block: H100, H200
-    Gradient("k256", (64, 32, 256), (16, 16, 128), "resident:256", (213760,), 256, kinds=PLAIN),
-]
 GRADIENTS_SM80_F32 = [
     Gradient(
         "v256", (64, 64, 256), (32, 16, 64), "streamed:3", (115840,), kinds=PLAIN, spills=True
@@ -403,7 +400,7 @@ VARIANTS: list[Variant] = [
         GRADIENTS_SM80_TF32 + GRADIENTS_SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"
     ),
     *gradients(GRADIENTS_SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
-    *gradients(GRADIENTS_SM80_F32_WIDE + GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
+    *gradients(GRADIENTS_SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *gradients(GRADIENTS_HMMA, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *gradients(GRADIENTS_HMMA, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),
     *gradients(GRADIENTS_SIMT_F32, "simt", "Simt<float>", "f32", (70, 79)),

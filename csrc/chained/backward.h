@@ -195,62 +195,6 @@ struct BackwardBlock : BackwardTile<Traits> {
     cutlass::arch::cp_async_fence();
   }
 
-  // Resident with one buffer of each of the loop's operands, fp32: a copy starts when the last product of its operand
-  // is done and has the products of the other one to land.
-  //
-  //   copies (cp.async)      tensor cores              other units
-  //   B1 of step j    |      dP = A2 B2^T            |
-  //                   |      S = A1 B1^T             |
-  //                   |                              |  P, dS -> smem
-  //                   |      second += P B2          |
-  //   B2 of step j+1  |      first += dS B1          |
-  CUTLASS_DEVICE void run_alternating(FragmentO& first, FragmentO& second) {
-    if (steps == 0) return;
-    this->load_owner(owner);
-    start_loop_second(now);
-    start_loop_first(now);
-    if (!kOwnerKeys) this->load_statistics(smem.start, owner.row0);
-    load_statistics_of(now);
-    auto& pair = smem.operands.loop[0];
-    for (; steps > 0; --steps, advance()) {
-      const bool more = steps > 1;
-      const Side loop = loop_side(now);
-      FragmentS s, dp;
-      cutlass::arch::cp_async_wait<1>();
-      __syncthreads();  // B2 and statistics are there; every warp is done with P and dS
-      this->multiply_second(dp, 0, 0);
-      cutlass::arch::cp_async_wait<0>();
-      __syncthreads();  // B1 is there
-      this->multiply_first(s, 0, 0);
-      this->weigh(s, dp, start_of(now), owner, loop);
-      if constexpr (Traits::kSecond) this->store(s, Tile::out_a(smem.operands.p));
-      this->store(dp, Tile::out_a(smem.operands.ds));
-      __syncthreads();  // P and dS are there; statistics are used
-      if (more) load_statistics_of(next);
-      if constexpr (Traits::kSecond) {
-        const OutMma product(Tile::out_a(smem.operands.p), Tile::out_b(pair.second), thread, warp, lane);
-        product(second, loop.rows);
-        __syncthreads();  // every warp is done with B2
-      }
-      if (more) start_loop_second(next);
-      const OutMma product(Tile::out_a(smem.operands.ds), Tile::out_b(pair.first), thread, warp, lane);
-      product(first, loop.rows);
-      __syncthreads();  // every warp is done with B1
-      if (more) start_loop_first(next);
-    }
-  }
-  CUTLASS_DEVICE void start_loop_first(Step const& step) const {
-    start_operand<typename Traits::KeyLoader>(loop_side(step).first, Tile::score_b(smem.operands.loop[0].first));
-  }
-  CUTLASS_DEVICE void start_loop_second(Step const& step) const {
-    start_operand<typename Traits::KeyLoader>(loop_side(step).second, Tile::score_b(smem.operands.loop[0].second));
-  }
-  template <typename Loader, typename Ref>
-  CUTLASS_DEVICE void start_operand(TileSource<Element> const& from, Ref to) const {
-    Loader(to, thread).start(from.data, from.row_stride, from.rows, from.columns);
-    cutlass::arch::cp_async_fence();
-  }
-
   // The output product of one slab: P or dS to shared memory, the slab beside it.
   template <typename Loader>
   CUTLASS_DEVICE void start_slab(Loader& loader, TileSource<Element> const& slab) const {
@@ -330,9 +274,7 @@ struct BackwardBlock : BackwardTile<Traits> {
     first.clear();
     second.clear();
     set_scale(Traits::kFirst ? f.scale : f.dropout.keep_scale);
-    if constexpr (Traits::kAlternates) {
-      run_alternating(first, second);
-    } else if constexpr (Traits::kResident) {
+    if constexpr (Traits::kResident) {
       run_resident(first, second);
     } else {
       run_streamed(first, second);

@@ -200,34 +200,26 @@ struct BackwardTile {
     Loader(to, place, thread).finish();
   }
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer, int owner_buffer = 0) const {
-    multiply_first(s, buffer, owner_buffer);
-    multiply_second(dp, buffer, owner_buffer);
-  }
-  // S = A1 B1^T
-  CUTLASS_DEVICE void multiply_first(FragmentS& s, int buffer, int owner_buffer) const {
-    const auto a = score_a(smem.operands.owner[owner_buffer].first);
-    const auto b = score_b(smem.operands.loop[buffer].first);
+    auto& loop = smem.operands.loop[buffer];
+    auto& owner = smem.operands.owner[owner_buffer];
+    const auto a1 = score_a(owner.first), a2 = score_a(owner.second);
+    const auto b1 = score_b(loop.first), b2 = score_b(loop.second);
     s.clear();
     if (Traits::kFmaScores && f.head_dim <= Traits::kFmaDepth) {  // as in the forward kernels
-      if constexpr (Traits::kFmaScores) multiply_by_fma(s, a, b, f.head_dim);
+      if constexpr (Traits::kFmaScores) multiply_by_fma(s, a1, b1, f.head_dim);
     } else if constexpr (!Traits::kFmaScores || Traits::kFmaDepth < Traits::Qk::kMaxK) {
-      const QkMma scores(a, b, thread, warp, lane);
+      const QkMma scores(a1, b1, thread, warp, lane);
       scores(s, f.head_dim);
     }
-  }
-  // dP = A2 B2^T
-  CUTLASS_DEVICE void multiply_second(FragmentS& dp, int buffer, int owner_buffer) const {
-    const auto a = score_a(smem.operands.owner[owner_buffer].second);
-    const auto b = score_b(smem.operands.loop[buffer].second);
     dp.clear();
     if constexpr (!Traits::kNeedsDp) return;
     if constexpr (Traits::kFmaScores) {  // so few products that fp32 rounds less than 3xTF32 does
       if (f.value_dim <= 4) {
-        multiply_by_fma(dp, a, b, f.value_dim);
+        multiply_by_fma(dp, a2, b2, f.value_dim);
         return;
       }
     }
-    const QkMma products(a, b, thread, warp, lane);
+    const QkMma products(a2, b2, thread, warp, lane);
     products(dp, f.value_dim);
   }
   template <typename RefA, typename RefB>

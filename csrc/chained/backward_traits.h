@@ -57,9 +57,6 @@ struct BackwardTraits
   static constexpr bool kResident = Qk_::kResident;
   static constexpr int kBuffers = kResident ? kBuffers_ : 1;
   static constexpr bool kBoth = kFirst && kSecond;
-  // Its tiles fill the memory: backward.h, run_alternating.
-  static constexpr bool kAlternates = kResident && kBuffers == 1 && Arch_::kSplitFp32;
-  static_assert(!kAlternates || (!Bias_::kBias && kFirst && kNeedsDp), "only the plain kernels alternate");
   static_assert(!kResident || Chain::kValueTile == Qk_::kMaxK, "resident operands serve both kinds of products");
 
   // One copy of a resident tile serves both products: the 16-bit layouts of a tile as B of the scores and as B of an

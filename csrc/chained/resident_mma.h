@@ -69,13 +69,7 @@ class ResidentMma
   // acc += A[:, 0:depth] * B[0:depth, :]. Columns of A and rows of B from depth up to the next multiple of 2 kGroupK
   // must be finite (zero-filled); those beyond are not touched.
   CUTLASS_DEVICE void operator()(FragmentC& acc, int depth) const {
-    if constexpr (kSplit == Fp32Split::kShort && kTransposedB > 0) {
-      if (depth <= kFewProducts) {
-        multiply_blocks<true>(acc, depth);
-      } else {
-        multiply_blocks<false>(acc, depth);
-      }
-    } else if constexpr (kSplit == Fp32Split::kShort) {
+    if constexpr (kSplit == Fp32Split::kShort) {
       if (depth <= kFewProducts) {
         multiply_split<true>(acc, depth);
       } else {
@@ -174,124 +168,34 @@ class ResidentMma
   // steps of a stage are added up before they join the accumulator, since a running sum rounds at every addition.
   template <bool kFew>
   CUTLASS_DEVICE void multiply_split(FragmentC& acc, int depth) const {
-    constexpr int kStageK = kGroupsPerStage * kGroupK;
-    // Whole stages without a branch: their steps hide each other's latency. More accumulators would spill.
-    constexpr bool kHides = FragmentC::kElements <= 8;
+    constexpr bool kByStage = kSplit != Fp32Split::kShort;
+    constexpr int kSteps = !kByStage && kGroupsPerStage % 2 == 0 ? 2 : 1;
     auto a = this->warp_tile_iterator_A_;
     auto b = operand_b();
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) {
-      const int left = depth - stage * kStageK;
-      if (left <= 0) return;
-      if (kHides && left >= kStageK) {
-        multiply_stage<kFew, true>(acc, a, b, left);
-      } else {
-        multiply_stage<kFew, false>(acc, a, b, left);
-      }
-    }
-  }
-  template <bool kFew, bool kWhole, typename IteratorA, typename IteratorB>
-  CUTLASS_DEVICE static void multiply_stage(FragmentC& acc, IteratorA& a, IteratorB& b, int depth) {
-    constexpr bool kByStage = kSplit != Fp32Split::kShort;
-    constexpr int kSteps = !kByStage && kGroupsPerStage % 2 == 0 ? 2 : 1;
-    FragmentC part;
-    if constexpr (kByStage) part.clear();
-    FragmentC& to = kByStage ? part : acc;
-    CUTLASS_PRAGMA_UNROLL
-    for (int group = 0; group < kGroupsPerStage; group += kSteps) {
-      if (!kWhole && group * kGroupK >= depth) break;
-      FragmentC sum;
-      sum.clear();
+      if (stage * kGroupsPerStage * kGroupK >= depth) return;
+      FragmentC part;
+      if constexpr (kByStage) part.clear();
+      FragmentC& to = kByStage ? part : acc;
       CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        FragmentA frag_a;
-        FragmentB frag_b;
-        load(a, b, frag_a, frag_b, group + step);
-        if constexpr (kFew) rest_step(sum, frag_a, frag_b);
-        split_step(sum, frag_a, frag_b);
-      }
-      add(to, sum);
-    }
-    if constexpr (kByStage) add(acc, part);
-  }
-
-  // kShort, B transposed: 32 columns at a time, so that few of the sums live beside the accumulators. The numbers are
-  // those of multiply_split.
-  template <bool kFew>
-  CUTLASS_DEVICE void multiply_blocks(FragmentC& acc, int depth) const {
-    static_assert(Operator::Shape::kN % 32 == 0 && kGroupsPerStage % 2 == 0, "blocks of 32 columns, pairs of steps");
-    using Arch = typename Operator::ArchMmaOperator;
-    using PartA = typename Arch::FragmentA;
-    using PartB = typename Arch::FragmentB;
-    using PartC = typename Arch::FragmentC;
-    constexpr int kRowTiles = Operator::MmaIterations::kRow, kTiles = 4;  // of 16 rows; of 8 columns in a block
-    auto a = this->warp_tile_iterator_A_;
-    auto b = operand_b();
-    auto* sums = reinterpret_cast<PartC*>(&acc);
-    const Arch mma;
-#pragma unroll 1
-    for (int pair = 0; 2 * pair * kGroupK < depth; ++pair) {
-      SplitOf<FragmentA, kFew> parts_a[2];
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < 2; ++step) {
-        FragmentA frag_a;
-        a.set_kgroup_index((2 * pair + step) % kGroupsPerStage);
-        a.load(frag_a);
-        ++a;
-        parts_a[step].set(frag_a);
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < Operator::Shape::kN / 32; ++block) {
-        PartC sum[kTiles * kRowTiles];
+      for (int group = 0; group < kGroupsPerStage; group += kSteps) {
+        if ((stage * kGroupsPerStage + group) * kGroupK >= depth) break;
+        FragmentC sum;
+        sum.clear();
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kTiles * kRowTiles; ++i) sum[i].clear();
-        CUTLASS_PRAGMA_UNROLL
-        for (int step = 0; step < 2; ++step) {
-          cutlass::Array<float, 2 * kTiles> frag_b;
-          b.load_columns(frag_b, block, step);
-          SplitOf<decltype(frag_b), kFew> parts_b;
-          parts_b.set(frag_b);
-          const auto multiply_parts = [&](auto const& x, auto const& y) {
-            auto const* rows = reinterpret_cast<PartA const*>(&x);
-            auto const* columns = reinterpret_cast<PartB const*>(&y);
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kTiles * kRowTiles; ++i) {
-              mma(sum[i], rows[i % kRowTiles], columns[i / kRowTiles], sum[i]);
-            }
-          };
-          auto const& x = parts_a[step];
-          if constexpr (kFew) {
-            multiply_parts(x.rest, parts_b.high);
-            multiply_parts(x.high, parts_b.rest);
-            multiply_parts(x.low, parts_b.low);
-          }
-          multiply_parts(x.low, parts_b.high);
-          multiply_parts(x.high, parts_b.low);
-          multiply_parts(x.high, parts_b.high);
+        for (int step = 0; step < kSteps; ++step) {
+          FragmentA frag_a;
+          FragmentB frag_b;
+          load(a, b, frag_a, frag_b, group + step);
+          if constexpr (kFew) rest_step(sum, frag_a, frag_b);
+          split_step(sum, frag_a, frag_b);
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kTiles * kRowTiles; ++i) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int e = 0; e < PartC::kElements; ++e) sums[block * kTiles * kRowTiles + i][e] += sum[i][e];
-        }
+        add(to, sum);
       }
-      ++b;
-      ++b;
+      if constexpr (kByStage) add(acc, part);
     }
   }
-  // The TF32 parts of a fragment; with `rest`, what two of them leave.
-  template <typename Fragment, bool kRest>
-  struct SplitOf {
-    using Tf32 = cutlass::Array<typename Operator::ArchMmaOperator::ElementA, Fragment::kElements>;
-    Tf32 high, low;
-    CUTLASS_DEVICE void set(Fragment const& x) { split(x, high, low); }
-  };
-  template <typename Fragment>
-  struct SplitOf<Fragment, true> {
-    typename SplitOf<Fragment, false>::Tf32 high, low, rest;
-    CUTLASS_DEVICE void set(Fragment const& x) { split_rest(x, high, low, rest); }
-  };
-
   CUTLASS_DEVICE static void add(FragmentC& to, FragmentC const& sum) {
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < FragmentC::kElements; ++e) to[e] += sum[e];

@@ -28,17 +28,13 @@ class TransposedOperand {
   }
 
   // Columns column0 + 8 n + lane / 4, n = 0 .. kColumns / 8, of rows k and k + 4 of the current step of eight rows.
-  CUTLASS_DEVICE void load(Fragment& fragment) const { load_columns(fragment, 0, 0); }
-
-  // The same of some columns, from 32 * block on, `step` steps further.
-  template <int kElements>
-  CUTLASS_DEVICE void load_columns(cutlass::Array<float, kElements>& fragment, int block, int step) const {
+  CUTLASS_DEVICE void load(Fragment& fragment) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int n = 0; n < kElements / 2; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
         const int pair = (n & 3) ^ (2 * half);
-        fragment[2 * n + half] = at_[pair][row_ + (8 * step + half * 4) * kPitch + (n / 4 + block) * 32];
+        fragment[2 * n + half] = at_[pair][row_ + half * 4 * kPitch + n / 4 * 32];
       }
     }
   }
