@@ -21,6 +21,15 @@ struct HasTransform : std::false_type {};
 template <typename Operator>
 struct HasTransform<Operator, std::void_t<typename Operator::TransformedFragmentA>> : std::true_type {};
 
+// Does an operator round fp32 operands to TF32? (SIMT names its fragments transformed too: as they are.)
+template <typename Operator, typename = void>
+struct RoundsToTf32 : std::false_type {};
+template <typename Operator>
+struct RoundsToTf32<
+    Operator,
+    std::enable_if_t<std::is_same<typename Operator::TransformedFragmentA::Element, cutlass::tfloat32_t>::value>>
+    : std::true_type {};
+
 // How fp32 operands are multiplied: as they are, or as three TF32 products, 3xTF32:
 //   x = high + low, both rounded to TF32's 11 significand bits: about 2^-22 of x
 //   a * b = low_a * high_b + high_a * low_b + high_a * high_b
@@ -47,8 +56,7 @@ class ResidentMma
   static constexpr int kGroupsPerStage = Base::kWarpGemmIterations;  // steps in one stage
   static constexpr int kGroups = kGroupsPerStage * kStages;
   // fp32 operands rounded to TF32.
-  static constexpr bool kTf32 = kSplit == Fp32Split::kNone && HasTransform<Operator>::value &&
-                                std::is_same<typename Operator::ElementA, float>::value;
+  static constexpr bool kTf32 = kSplit == Fp32Split::kNone && RoundsToTf32<Operator>::value;
 
   CUTLASS_DEVICE ResidentMma(typename Base::SharedStorage& storage, int thread, int warp, int lane)
       : Base(storage, thread, warp, lane) {
