@@ -91,7 +91,8 @@ std::string preferred_range(const KernelRow& row) {
   return "sm_" + to_string(row.min_sm) + " to sm_" + to_string(row.max_sm);
 }
 
-// What makes queries few. A backward row computes S as the forward's row did, so it counts the rows of packed heads too.
+// What makes queries few. A backward row computes S as the forward's row did, so it counts the rows of packed heads
+// too.
 int64_t rows_of_queries(const Request& r) {
   return r.pass == Pass::kBackward && forward_packs(r) ? r.queries * r.heads_per_key : r.queries;
 }
