@@ -32,6 +32,7 @@ FEW_QUERIES: dict[str, Any] = shapes.FEW_QUERIES
 Variant, Shape, Wgmma = shapes.Variant, shapes.Shape, shapes.Wgmma
 Gradient, SumGradient = shapes.Gradient, shapes.SumGradient
 variants, wgmma = shapes.variants, shapes.wgmma
+Slab, slabs = shapes.Slab, shapes.slabs
 gradients, sum_gradients = shapes.gradients, shapes.sum_gradients
 
 # Hopper: TMA and wgmma.
@@ -45,6 +46,16 @@ HOPPER = [
     Wgmma("k128", (128, 128, 128), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
     Wgmma("k192", (128, 96, 192), 2, {"plain": 197632}),
     Wgmma("k256", (128, 64, 256), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
+]
+# The same where K or Kv is beyond 256.
+HOPPER_WIDE = [
+    Slab("k320", (2, 1), 64, 320, (2, 9), 230400, 320, 320),
+    Slab("k384", (2, 1), 128, 192, (1, 8), 230400, 384, 384),
+    Slab("k384_b", (2, 1), 96, 192, (1, 10), 222208, 384, 384),
+    Slab("v256", (2, 1), 96, 256, (1, 8), 230400, 512),
+    Slab("v256_b", (2, 1), 64, 256, (2, 6), 230400, 512),
+    Slab("k1024", (1, 2), 96, 256, (1, 8), 230400, 1024),
+    Slab("k1024_b", (1, 2), 64, 256, (2, 6), 230400, 1024),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
@@ -354,6 +365,8 @@ VARIANTS: list[Variant] = [
     *own_rows("thin_rows", own.SMALL_K),
     *wgmma(HOPPER, "cutlass::half_t", "f16"),
     *wgmma(HOPPER, "cutlass::bfloat16_t", "bf16"),
+    *slabs(HOPPER_WIDE, "cutlass::half_t", "f16"),
+    *slabs(HOPPER_WIDE, "cutlass::bfloat16_t", "bf16"),
     *own_rows("short_rows", own.SHORT_WIDE),
     *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),

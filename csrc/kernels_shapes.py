@@ -109,6 +109,22 @@ class Wgmma:
 
 
 @dataclass(frozen=True)
+class Slab:
+    """A tile of the hopper family for wide K and Kv. Sizes as in hopper/slab_traits.h."""
+
+    suffix: str
+    groups: tuple[int, int]  # warpgroups along queries and along value columns
+    keys: int
+    columns: int  # of a warpgroup
+    stages: tuple[int, int]  # chunks of 64 columns in a stage, stages
+    smem: int
+    max_k: int
+    max_kv: int = 0
+    spills: bool = False
+    min_blocks_per_sm: float = 0.5
+
+
+@dataclass(frozen=True)
 class SumGradient:
     """A tile of the backward pass that adds dQ up. Sizes as in register/backward_traits.h; `tile`
     is keys, queries of the loop, columns."""
@@ -238,6 +254,36 @@ def wgmma(shapes: list[Wgmma], cpp_element: str, dtype: str) -> Iterator[Variant
                 header="hopper/launch.h",
                 dropout=dropout,
             )
+
+
+def slabs(shapes: list[Slab], cpp_element: str, dtype: str) -> Iterator[Variant]:
+    for shape in shapes:
+        tile = (*shape.groups, shape.keys, shape.columns, shape.max_k)
+        yield Variant(
+            name=f"hopper_sm90_{dtype}_{shape.suffix}",
+            family="hopper",
+            arch="sm90",
+            dtype=dtype,
+            math="ieee",
+            max_k=shape.max_k,
+            max_kv=shape.max_kv,
+            alignment=8,
+            bias=False,
+            tile_m=64 * shape.groups[0],
+            tile_n=shape.keys,
+            value_tile=shape.columns * shape.groups[1],
+            threads=384,
+            smem_bytes=shape.smem,
+            min_sm=90,
+            max_sm=90,
+            traits=f"hopper::SlabTraits<{cpp_element}, "
+            f"hopper::SlabTile<{', '.join(map(str, tile))}>, {', '.join(map(str, shape.stages))}>",
+            min_m=65,
+            min_blocks_per_sm=shape.min_blocks_per_sm,
+            pages=False,
+            allow_spill=shape.spills,
+            header="hopper/slab_launch.h",
+        )
 
 
 def gradients(

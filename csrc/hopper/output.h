@@ -33,16 +33,16 @@ CUTLASS_DEVICE uint4 transpose_quad(uint4 w, int lane) {
   return upper ? make_uint4(far0, far1, high0, high1) : make_uint4(low0, low1, far0, far1);
 }
 
-// inverse: the factor of each row, 0 where a row sees nothing.
+// inverse: the factor of each row, 0 where a row sees nothing. column0: the output's column that o starts with.
 template <typename Traits>
 CUTLASS_DEVICE void store_output(ForwardParams const& p, ForwardTile const& tile, Accumulators<Traits::kWidth>& o,
-                                 float const (&inverse)[2], int consumer, int warp, int lane) {
+                                 float const (&inverse)[2], int consumer, int warp, int lane, int column0 = 0) {
   using Element = typename Traits::Element;
   using Coord = typename Traits::CoordO;
   const int row0 = 64 * consumer + 16 * warp + Coord::row(lane, 0);
   Element* out = static_cast<Element*>(p.out.data) +
                  head_offset(p.out, tile.at.batch, int(tile.at.group), int(tile.at.member)) +
-                 offset(tile.n.query_row + tile.row0, p.out.stride_m) + 8 * (lane & 3);
+                 offset(tile.n.query_row + tile.row0, p.out.stride_m) + column0 + 8 * (lane & 3);
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < Coord::kRows; ++i) {
     const int row = row0 + Coord::kRowStep * i;
@@ -58,7 +58,7 @@ CUTLASS_DEVICE void store_output(ForwardParams const& p, ForwardTile const& tile
       uint4 piece = transpose_quad(make_uint4(words[0], words[1], words[2], words[3]), lane);
       // 0 for a row that sees nothing, whatever 0 * V gave.
       if (inverse[i] == 0.f) piece = make_uint4(0, 0, 0, 0);
-      if (row < tile.rows && 32 * group + 8 * (lane & 3) < p.value_dim)
+      if (row < tile.rows && column0 + 32 * group + 8 * (lane & 3) < p.value_dim)
         *reinterpret_cast<uint4*>(line + 32 * group) = piece;
     }
   }

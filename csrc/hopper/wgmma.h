@@ -122,6 +122,12 @@ CUTLASS_DEVICE void issue_rs(uint32_t const* a, uint64_t b, float (&acc)[kCount]
   Atom::fma(a[0], a[1], a[2], a[3], b, acc[kI]..., sm90::ScaleOut::One);
 }
 
+// The same into the accumulators from kFirst on: some columns of a wider O.
+template <typename Atom, int kFirst, int kCount, size_t... kI>
+CUTLASS_DEVICE void issue_rs_at(uint32_t const* a, uint64_t b, float (&acc)[kCount], std::index_sequence<kI...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, acc[kFirst + kI]..., sm90::ScaleOut::One);
+}
+
 // Starts acc = A * B^T, 64 x kN x 16 kSteps. a, b: descriptors of A's 64 rows and of B, chunks a_chunk and b_chunk
 // bytes apart. The caller commits and waits.
 template <typename Element, int kN, int kSteps>

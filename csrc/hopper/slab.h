@@ -1,0 +1,408 @@
+// The forward kernel of K and Kv beyond 256 on wgmma and TMA: one warp copies, two warpgroups compute. The grid has a
+// block for each slab of value columns, and each computes S anew; Q stays in shared memory, keys and values pass
+// through one ring in the order in which they are needed. n runs from the last key block to the first:
+//
+//   ring         K(n) .. .. .. .. | K(n-1) .. .. .. .. | V(n) .. | K(n-2) .. .. .. .. | V(n-1) .. | ...
+//   warpgroup    S(n) softmax(n)    S(n-1)               O += P(n) V(n)
+//                                                        softmax(n-1)                  ...
+//
+// A stage goes back when its products are done: in S all but the newest have been waited for. The warpgroups take no
+// turns; each runs ahead as far as the ring lets it, and one's softmax falls beside the other's products.
+#pragma once
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/arch/reg_reconfig.h"
+#include "hopper/output.h"
+#include "hopper/slab_traits.h"
+#include "hopper/warpgroup_rows.h"
+
+namespace memeff {
+namespace hopper {
+
+// Counts chunks of a stage or rounds of the ring.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t phase = 0;
+  CUTLASS_DEVICE void next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+template <typename Traits>
+struct SlabBlock {
+  using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+  using CoordS = typename Traits::CoordS;
+  using Rows = WarpgroupRows<Traits>;
+  using Place = RingPlace<Traits::kStages>;
+  static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kConsumers = Traits::kConsumers;
+  static constexpr int kStageChunks = Traits::kStageChunks, kKeyChunkBytes = Traits::kKeyChunkBytes;
+  using Scores = Accumulators<kTileN>;
+  using Outputs = Accumulators<Traits::kWidth>;
+  using Weights = uint32_t[Traits::kScores / 2];
+
+  ForwardArgs const& args;
+  ForwardParams const& p;
+  SharedStorage& smem;
+  int thread, warp, lane;  // within the warpgroup
+  int consumer;            // -1 in the warpgroup that copies
+  Place ring;              // the stage that comes next
+  uint32_t query_phase = 0;
+  int tile_place = 0;  // of the tile that comes next
+
+  CUTLASS_DEVICE SlabBlock(ForwardArgs const& args_, SharedStorage& smem_) : args(args_), p(args_.p), smem(smem_) {
+    const int all = cutlass::canonical_warp_idx_sync();
+    thread = threadIdx.x % 128, warp = all % 4, lane = threadIdx.x % 32, consumer = all / 4 - 1;
+  }
+
+  CUTLASS_DEVICE int key_chunks() const { return (p.head_dim + kChunk - 1) / kChunk; }
+  CUTLASS_DEVICE int row_group() const { return Traits::kRowGroups > 1 ? consumer : 0; }
+  CUTLASS_DEVICE int column_group() const { return Traits::kColumnGroups > 1 ? consumer : 0; }
+
+  CUTLASS_DEVICE void run() {
+    if (threadIdx.x == 0) start_barriers();
+    __syncthreads();
+    if (consumer < 0) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
+      if (warp == 0) copy_tiles();
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
+      compute_tiles();
+    }
+  }
+
+  CUTLASS_DEVICE void start_barriers() {
+    auto& b = smem.barriers;
+    const int arrivals = 4 * kConsumers;  // a lane of each warp
+    b.query_full.init(1);
+    b.query_empty.init(arrivals);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Traits::kStages; ++i) {
+      b.full[i].init(1);
+      b.empty[i].init(arrivals);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+
+  // --- the warp that copies: all lanes look for tiles, one copies ---
+
+  // Where a tile's operands lie: in registers, every copy needs them.
+  struct Source {
+    int member, group, batch;
+    CUTLASS_DEVICE explicit Source(TileCoord const& at)
+        : member(int(at.member)), group(int(at.group)), batch(int(at.batch)) {}
+    CUTLASS_DEVICE void copy(Operand const& from, char* to, cutlass::arch::ClusterTransactionBarrier& full, int column,
+                             int row, cute::TMA::CacheHintSm90 hint) const {
+      cute::SM90_TMA_LOAD_5D::copy(&from.map, reinterpret_cast<uint64_t*>(&full), uint64_t(hint), to, column, row,
+                                   from.step_h ? member : 0, from.step_g ? group : 0, from.step_b ? batch : 0);
+    }
+  };
+
+  CUTLASS_DEVICE void copy_tiles() {
+    uint32_t turn = 0;
+    for (;;) {
+      const ForwardTile tile = next_tile(turn);
+      if (lane == 0) copy_tile(tile);
+      __syncwarp();
+      if (tile.rows <= 0) break;
+    }
+  }
+
+  // The next tile that has rows; rows = 0: there is none.
+  CUTLASS_DEVICE ForwardTile next_tile(uint32_t& turn) const {
+    ForwardTile tile{};
+    for (; tile.rows <= 0; ++turn) {
+      const uint32_t number = tile_number(args, turn);
+      if (number >= args.map.blocks) {
+        tile.rows = 0;
+        break;
+      }
+      tile = find_tile<kTileM, kTileN>(args, number);
+    }
+    return tile;
+  }
+
+  CUTLASS_DEVICE void copy_tile(ForwardTile const& tile) {
+    auto& full = smem.barriers.query_full;
+    smem.barriers.query_empty.wait(query_phase ^ 1);
+    query_phase ^= 1;
+    smem.tiles[tile_place] = tile;
+    tile_place ^= 1;
+    __threadfence_block();
+    if (tile.rows <= 0 || tile.first_block >= tile.after_block) {
+      full.arrive();
+      return;
+    }
+    const Source from(tile.at);
+    const int chunks = key_chunks(), query_row = tile.n.query_row + tile.row0, key_row = tile.n.key_row;
+    const int value_column = int(tile.at.slab) * Traits::kValueTile;
+    full.arrive_and_expect_tx(chunks * Traits::kQueryChunkBytes);
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      from.copy(args.query, smem.query + c * Traits::kQueryChunkBytes, full, c * kChunk, query_row,
+                cute::TMA::CacheHintSm90::EVICT_FIRST);
+    }
+#pragma unroll 1
+    for (int block = tile.after_block - 1; block >= tile.first_block; --block) {
+      copy_chunks(from, args.key, 0, chunks, key_row + block * kTileN);
+      if (block + 1 < tile.after_block) copy_values(from, value_column, key_row + (block + 1) * kTileN);
+    }
+    copy_values(from, value_column, key_row + tile.first_block * kTileN);
+  }
+
+  CUTLASS_DEVICE void copy_values(Source const& from, int column, int row) {
+    copy_chunks(from, args.value, column, Traits::kColumnGroups * Traits::kValueChunks, row);
+  }
+
+  // Chunks from `column` on, as stages of the ring; columns that the operand does not have arrive as zeros.
+  CUTLASS_DEVICE void copy_chunks(Source const& from, Operand const& operand, int column, int chunks, int row) {
+#pragma unroll 1
+    for (int left = chunks; left > 0; left -= kStageChunks) {
+      auto& full = smem.barriers.full[ring.stage];
+      smem.barriers.empty[ring.stage].wait(ring.phase ^ 1);
+      full.arrive_and_expect_tx((left < kStageChunks ? left : kStageChunks) * kKeyChunkBytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kStageChunks; ++c) {
+        if (c == 0 || c < left) {
+          from.copy(operand, smem.ring[ring.stage] + c * kKeyChunkBytes, full, column, row,
+                    cute::TMA::CacheHintSm90::EVICT_LAST);
+        }
+        column += kChunk;
+      }
+      ring.next();
+    }
+  }
+
+  // --- a warpgroup that computes ---
+
+  CUTLASS_DEVICE static uint32_t address(void const* in_shared) { return cute::cast_smem_ptr_to_uint(in_shared); }
+  CUTLASS_DEVICE void wait_stage() const { smem.barriers.full[ring.stage].wait(ring.phase); }
+  CUTLASS_DEVICE void release(cutlass::arch::ClusterBarrier& empty) const {
+    if (lane == 0) empty.arrive();
+  }
+  // The oldest of the last `held` stages that this warpgroup took, and those behind it.
+  CUTLASS_DEVICE void release_stages(int held, int count) const {
+    int stage = ring.stage - held;
+    if (stage < 0) stage += Traits::kStages;
+    for (int i = 0; i < count; ++i) {
+      release(smem.barriers.empty[stage]);
+      if (++stage == Traits::kStages) stage = 0;
+    }
+  }
+
+  // Starts S = Q K^T. When it returns, the last stage alone is in flight, and not yet released.
+  CUTLASS_DEVICE void start_scores_of(Scores& s) {
+    uint64_t a = make_descriptor(address(smem.query) + row_group() * 64 * kRowBytes, Traits::kQueryChunkBytes);
+    const int chunks = key_chunks();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Traits::kScores; ++i) s[i] = 0.f;  // a flag instead would have ptxas serialize (C7515)
+    fence(s);
+    int left = chunks;
+#pragma unroll 1
+    for (; left >= kStageChunks; left -= kStageChunks) start_stage<kStageChunks>(s, a, left < chunks);
+    if constexpr (kStageChunks > 1) {
+      static_assert(kStageChunks == 2, "one chunk is left");
+      if (left > 0) start_stage<1>(s, a, left < chunks);
+    }
+  }
+  // kChunks chunks of Q, whose descriptor moves on, and of K.
+  template <int kChunks>
+  CUTLASS_DEVICE void start_stage(Scores& s, uint64_t& a, bool has_before) {
+    using Atom = typename Atoms<Element, kTileN>::Scores;
+    wait_stage();
+    const uint64_t b = make_descriptor(address(smem.ring[ring.stage]), kKeyChunkBytes);
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = 0; c < kChunks; ++c) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kStepsPerChunk; ++step) {
+        issue_ss<Atom>(advance(a, c * Traits::kQueryChunkBytes + step * kStepBytesAlong),
+                       advance(b, c * kKeyChunkBytes + step * kStepBytesAlong), s, true,
+                       std::make_index_sequence<kTileN / 2>());
+      }
+    }
+    cute::warpgroup_commit_batch();
+    a = advance(a, kChunks * Traits::kQueryChunkBytes);
+    ring.next();
+    if (has_before) {
+      cute::warpgroup_wait<1>();
+      release_stages(2, 1);
+    }
+  }
+
+  // Stages of V that are another warpgroup's. Waited for all the same: an arrival before would count for the stage's
+  // contents before.
+  CUTLASS_DEVICE void pass_stages(int groups) {
+    if constexpr (Traits::kColumnGroups > 1) {
+#pragma unroll 1
+      for (int i = 0; i < groups * Traits::kParts; ++i) {
+        wait_stage();
+        release(smem.barriers.empty[ring.stage]);
+        ring.next();
+      }
+    }
+  }
+
+  // Starts O += P V, with this warpgroup's columns of V. rows_left: rows of V that are this sequence's, those behind
+  // them are cleared, lest 0 * NaN counts.
+  CUTLASS_DEVICE void start_values_of(Outputs& o, Weights const& weights, int rows_left) {
+    pass_stages(column_group());
+    fence(o);
+    start_part<0>(o, weights, rows_left);
+    cute::warpgroup_commit_batch();
+  }
+  template <int kPart>
+  CUTLASS_DEVICE void start_part(Outputs& o, Weights const& weights, int rows_left) {
+    if constexpr (kPart < Traits::kParts) {
+      constexpr int kBegin = kPart * kStageChunks * kChunk;
+      constexpr int kRest = Traits::kWidth - kBegin,
+                    kColumns = kRest < kStageChunks * kChunk ? kRest : kStageChunks * kChunk;
+      using Atom = typename Atoms<Element, kColumns>::Values;
+      wait_stage();
+      if (rows_left < kTileN) clear_rows(rows_left, kColumns / kChunk);
+      const uint64_t v = make_descriptor(address(smem.ring[ring.stage]), kKeyChunkBytes);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < Traits::kPvSteps; ++step) {
+        issue_rs_at<Atom, kBegin / 2>(weights + 4 * step, advance(v, step * kStepBytesAcross), o,
+                                      std::make_index_sequence<kColumns / 2>());
+      }
+      ring.next();
+      start_part<kPart + 1>(o, weights, rows_left);
+    }
+  }
+  // Behind the wait for O.
+  CUTLASS_DEVICE void release_values() {
+    release_stages(Traits::kParts, Traits::kParts);
+    pass_stages(Traits::kColumnGroups - 1 - column_group());
+  }
+
+  // Every warpgroup clears for itself: zeros over another's zeros.
+  CUTLASS_DEVICE void clear_rows(int first, int chunks) const {
+    __syncwarp();
+    char* v = smem.ring[ring.stage];
+    for (int i = thread; i < (kTileN - first) * 8 * chunks; i += 128) {
+      const int piece = i % 8, row = first + i / 8 % (kTileN - first), chunk = i / 8 / (kTileN - first);
+      *reinterpret_cast<uint4*>(v + chunk * kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
+    }
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(128, uint32_t(consumer));
+  }
+
+  // Key blocks that no row of this warpgroup has a limit in.
+  struct Whole {
+    int begin, end;
+    CUTLASS_DEVICE bool has(int block) const { return block >= begin && block < end; }
+  };
+  CUTLASS_DEVICE Whole whole_of(ForwardTile const& tile) const {
+    const int row = tile.row0 + 64 * row_group();
+    return {(tile.see.first(row + 63) + kTileN - 1) / kTileN, tile.see.limit(row) / kTileN};
+  }
+  // Of V in this block, for clear_rows: only a packed sequence has other rows behind it.
+  CUTLASS_DEVICE int rows_left(ForwardTile const& tile, int block) const {
+    return is_packed(p.sequences) && block == tile.after_block - 1 ? tile.n.keys - block * kTileN : kTileN;
+  }
+
+  // S -> P of this block; alpha: the factor for what was accumulated before.
+  CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], Rows& rows, ForwardTile const& tile, int block,
+                            bool masked) {
+    fence(s);
+    if (block == tile.first_block) release(smem.barriers.query_empty);
+    rows.finish(s, nullptr, block, masked);
+    rows.weigh(s, alpha);
+  }
+
+  // Waits for S, with kLater products behind it in flight; `held` stages were taken since its last one, and with it.
+  // With two column groups that comes before V, or the stage could be the one that V waits for.
+  template <int kLater>
+  CUTLASS_DEVICE void finish_scores(int held) const {
+    cute::warpgroup_wait<kLater>();
+    release_stages(held, 1);
+  }
+
+  // S(block) and O += P(block + 1) V(block + 1), then P(block).
+  template <bool kMasked>
+  CUTLASS_DEVICE void step(Rows& rows, Outputs& o, Weights& weights, ForwardTile const& tile, int block) {
+    Scores s;
+    float alpha[CoordS::kRows];
+    start_scores_of(s);
+    if constexpr (Traits::kColumnGroups > 1) finish_scores<0>(1);
+    start_values_of(o, weights, kMasked ? rows_left(tile, block + 1) : kTileN);
+    if constexpr (Traits::kColumnGroups == 1) finish_scores<1>(1 + Traits::kParts);
+    weigh(s, alpha, rows, tile, block, kMasked);
+    cute::warpgroup_wait<0>();
+    fence(o);
+    release_values();
+    rescale<Traits>(o, alpha);
+    pack_weights<Element>(weights, s);
+  }
+
+  CUTLASS_DEVICE void first_step(Rows& rows, Weights& weights, ForwardTile const& tile, Whole const& whole) {
+    Scores s;
+    float alpha[CoordS::kRows];
+    const int block = tile.after_block - 1;
+    start_scores_of(s);
+    finish_scores<0>(1);
+    weigh(s, alpha, rows, tile, block, !whole.has(block));
+    pack_weights<Element>(weights, s);
+  }
+
+  CUTLASS_DEVICE void compute_tile(ForwardTile const& tile, Rows& rows, Outputs& o) {
+    const Whole whole = whole_of(tile);
+    Weights weights;
+    first_step(rows, weights, tile, whole);
+    int block = tile.after_block - 2;
+    const int first = tile.first_block;
+    // The second block clears the first one's values: it counts as masked where those are cut.
+    const int masked = rows_left(tile, block + 1) < kTileN ? block : whole.end;
+#pragma unroll 1
+    for (; block >= first && (block >= whole.end || block >= masked); --block)
+      step<true>(rows, o, weights, tile, block);
+#pragma unroll 1
+    for (; block >= first && block >= whole.begin; --block) step<false>(rows, o, weights, tile, block);
+#pragma unroll 1
+    for (; block >= first; --block) step<true>(rows, o, weights, tile, block);
+    start_values_of(o, weights, rows_left(tile, first));
+    cute::warpgroup_wait<0>();
+    fence(o);
+    release_values();
+  }
+
+  CUTLASS_DEVICE void compute_tiles() {
+    Rows rows(args.exponent, args.premultiply, 16 * warp + 64 * row_group(), lane);
+#pragma unroll 1
+    for (;; tile_place ^= 1, query_phase ^= 1) {
+      smem.barriers.query_full.wait(query_phase);
+      __syncwarp();  // the compiler reads the tile's place after this
+      ForwardTile const& tile = smem.tiles[tile_place];
+      if (tile.rows <= 0) break;
+      Outputs o;
+      rows.start(tile, p);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Traits::kOutputs; ++i) o[i] = 0.f;
+      const bool any = tile.first_block < tile.after_block;
+      if (any) compute_tile(tile, rows, o);
+      store(tile, rows, o);
+      __syncwarp();
+      if (!any) release(smem.barriers.query_empty);
+    }
+  }
+
+  CUTLASS_DEVICE void store(ForwardTile const& tile, Rows& rows, Outputs& o) const {
+    float inverse[CoordS::kRows];
+    rows.finish_sums(inverse, 1.f);
+    if (tile.at.slab == 0 && column_group() == 0) store_lse<Traits>(p, tile, rows, row_group(), warp, lane);
+    const int column = int(tile.at.slab) * Traits::kValueTile + column_group() * Traits::kWidth;
+    store_output<Traits>(p, tile, o, inverse, row_group(), warp, lane, column);
+  }
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) slab_kernel(__grid_constant__ const ForwardArgs args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  SlabBlock<Traits>(args, *reinterpret_cast<typename Traits::SharedStorage*>(memory)).run();
+}
+
+}  // namespace hopper
+}  // namespace memeff
