@@ -120,7 +120,7 @@ class Slab:
     smem: int
     max_k: int
     max_kv: int = 0
-    spills: bool = False
+    spills: bool = True
     min_blocks_per_sm: float = 0.5
 
 

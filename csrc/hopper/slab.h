@@ -97,20 +97,32 @@ struct SlabBlock {
       cute::SM90_TMA_LOAD_5D::copy(&from.map, reinterpret_cast<uint64_t*>(&full), uint64_t(hint), to, column, row,
                                    from.step_h ? member : 0, from.step_g ? group : 0, from.step_b ? batch : 0);
     }
+    CUTLASS_DEVICE void fetch(Operand const& from, int column, int row) const {
+      cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&from.map, column, row, from.step_h ? member : 0, from.step_g ? group : 0,
+                                             from.step_b ? batch : 0);
+    }
   };
 
+  // Tiles lie in shared memory from when they are found, one ahead: their queries are fetched to L2 early.
   CUTLASS_DEVICE void copy_tiles() {
     uint32_t turn = 0;
+    tile_place = -1;  // none yet
+#pragma unroll 1
     for (;;) {
-      const ForwardTile tile = next_tile(turn);
-      if (lane == 0) copy_tile(tile);
-      __syncwarp();
-      if (tile.rows <= 0) break;
+      const int next = (tile_place + 1) % Traits::kPlaces;
+      if (tile_place < 0 || smem.tiles[tile_place].rows > 0) find_next(turn, next);
+      if (tile_place >= 0) {
+        ForwardTile const& tile = smem.tiles[tile_place];
+        if (lane == 0) copy_tile(tile, smem.tiles[next]);
+        __syncwarp();
+        if (tile.rows <= 0) break;
+      }
+      tile_place = next;
     }
   }
 
   // The next tile that has rows; rows = 0: there is none.
-  CUTLASS_DEVICE ForwardTile next_tile(uint32_t& turn) const {
+  CUTLASS_DEVICE void find_next(uint32_t& turn, int to) {
     ForwardTile tile{};
     for (; tile.rows <= 0; ++turn) {
       const uint32_t number = tile_number(args, turn);
@@ -120,55 +132,78 @@ struct SlabBlock {
       }
       tile = find_tile<kTileM, kTileN>(args, number);
     }
-    return tile;
+    if (lane == 0) smem.tiles[to] = tile;
+    __syncwarp();
   }
 
-  CUTLASS_DEVICE void copy_tile(ForwardTile const& tile) {
-    auto& full = smem.barriers.query_full;
+  CUTLASS_DEVICE void copy_tile(ForwardTile const& tile, ForwardTile const& next) {
     smem.barriers.query_empty.wait(query_phase ^ 1);
     query_phase ^= 1;
-    smem.tiles[tile_place] = tile;
-    tile_place ^= 1;
     __threadfence_block();
-    if (tile.rows <= 0 || tile.first_block >= tile.after_block) {
-      full.arrive();
-      return;
-    }
+    smem.barriers.query_full.arrive();
+    if (tile.rows <= 0) return;
     const Source from(tile.at);
-    const int chunks = key_chunks(), query_row = tile.n.query_row + tile.row0, key_row = tile.n.key_row;
+    const int chunks = key_chunks(), after = tile.after_block, first = tile.first_block;
     const int value_column = int(tile.at.slab) * Traits::kValueTile;
-    full.arrive_and_expect_tx(chunks * Traits::kQueryChunkBytes);
+    int row = tile.n.key_row + (after - 1) * kTileN;
+    if (first < after) copy_keys<true>(from, chunks, row, tile.n.query_row + tile.row0);
+    fetch_queries(next, chunks);
 #pragma unroll 1
-    for (int c = 0; c < chunks; ++c) {
-      from.copy(args.query, smem.query + c * Traits::kQueryChunkBytes, full, c * kChunk, query_row,
-                cute::TMA::CacheHintSm90::EVICT_FIRST);
+    for (int block = after - 1; block > first; --block, row -= kTileN) {
+      copy_keys<false>(from, chunks, row - kTileN, 0);
+      copy_values(from, value_column, row);
     }
-#pragma unroll 1
-    for (int block = tile.after_block - 1; block >= tile.first_block; --block) {
-      copy_chunks(from, args.key, 0, chunks, key_row + block * kTileN);
-      if (block + 1 < tile.after_block) copy_values(from, value_column, key_row + (block + 1) * kTileN);
-    }
-    copy_values(from, value_column, key_row + tile.first_block * kTileN);
+    if (first < after) copy_values(from, value_column, row);
   }
 
-  CUTLASS_DEVICE void copy_values(Source const& from, int column, int row) {
-    copy_chunks(from, args.value, column, Traits::kColumnGroups * Traits::kValueChunks, row);
+  CUTLASS_DEVICE void fetch_queries(ForwardTile const& next, int chunks) const {
+    if (next.rows <= 0) return;
+    const Source from(next.at);
+    const int row = next.n.query_row + next.row0;
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) from.fetch(args.query, c * kChunk, row);
   }
 
-  // Chunks from `column` on, as stages of the ring; columns that the operand does not have arrive as zeros.
-  CUTLASS_DEVICE void copy_chunks(Source const& from, Operand const& operand, int column, int chunks, int row) {
+  // The next stage of the ring, empty; `bytes` will arrive.
+  CUTLASS_DEVICE cutlass::arch::ClusterTransactionBarrier& open_stage(int bytes) const {
+    auto& full = smem.barriers.full[ring.stage];
+    smem.barriers.empty[ring.stage].wait(ring.phase ^ 1);
+    full.arrive_and_expect_tx(bytes);
+    return full;
+  }
+
+  // Keys; of a tile's first block each stage brings the queries' chunks too.
+  template <bool kQueries>
+  CUTLASS_DEVICE void copy_keys(Source const& from, int chunks, int row, int query_row) {
+    constexpr int kBytes = kKeyChunkBytes + kQueries * Traits::kQueryChunkBytes;
 #pragma unroll 1
-    for (int left = chunks; left > 0; left -= kStageChunks) {
-      auto& full = smem.barriers.full[ring.stage];
-      smem.barriers.empty[ring.stage].wait(ring.phase ^ 1);
-      full.arrive_and_expect_tx((left < kStageChunks ? left : kStageChunks) * kKeyChunkBytes);
+    for (int chunk = 0; chunk < chunks; chunk += kStageChunks) {
+      auto& full = open_stage(min(chunks - chunk, kStageChunks) * kBytes);
       CUTLASS_PRAGMA_UNROLL
       for (int c = 0; c < kStageChunks; ++c) {
-        if (c == 0 || c < left) {
-          from.copy(operand, smem.ring[ring.stage] + c * kKeyChunkBytes, full, column, row,
-                    cute::TMA::CacheHintSm90::EVICT_LAST);
+        if (c > 0 && chunk + c >= chunks) break;
+        from.copy(args.key, smem.ring[ring.stage] + c * kKeyChunkBytes, full, (chunk + c) * kChunk, row,
+                  cute::TMA::CacheHintSm90::EVICT_LAST);
+        if constexpr (kQueries) {
+          from.copy(args.query, smem.query + (chunk + c) * Traits::kQueryChunkBytes, full, (chunk + c) * kChunk,
+                    query_row, cute::TMA::CacheHintSm90::EVICT_NORMAL);
         }
-        column += kChunk;
+      }
+      ring.next();
+    }
+  }
+
+  // The slab's values; columns that the operand does not have arrive as zeros.
+  CUTLASS_DEVICE void copy_values(Source const& from, int column, int row) {
+    constexpr int kChunks = Traits::kColumnGroups * Traits::kValueChunks;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; chunk += kStageChunks) {
+      auto& full = open_stage(min(kChunks - chunk, kStageChunks) * kKeyChunkBytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kStageChunks; ++c) {
+        if (kChunks % kStageChunks != 0 && chunk + c >= kChunks) break;
+        from.copy(args.value, smem.ring[ring.stage] + c * kKeyChunkBytes, full, column + (chunk + c) * kChunk, row,
+                  cute::TMA::CacheHintSm90::EVICT_LAST);
       }
       ring.next();
     }
@@ -191,12 +226,25 @@ struct SlabBlock {
     }
   }
 
+  // S is started by one warpgroup after the other, so that one's softmax falls beside the other's products: barrier i
+  // is warpgroup i's turn. Not with two column groups: their ring holds less than K, and a warpgroup that waits for its
+  // turn gives nothing back.
+  static constexpr bool kTurns = Traits::kColumnGroups == 1;
+  static constexpr uint32_t kTurnThreads = 256;  // the warpgroup that waits and the one that passes the turn on
+  CUTLASS_DEVICE void take_turn() const {
+    if constexpr (kTurns) cutlass::arch::NamedBarrier::sync(kTurnThreads, uint32_t(consumer));
+  }
+  CUTLASS_DEVICE void pass_turn() const {
+    if constexpr (kTurns) cutlass::arch::NamedBarrier::arrive(kTurnThreads, uint32_t(1 - consumer));
+  }
+
   // Starts S = Q K^T. When it returns, the last stage alone is in flight, and not yet released.
   CUTLASS_DEVICE void start_scores_of(Scores& s) {
     uint64_t a = make_descriptor(address(smem.query) + row_group() * 64 * kRowBytes, Traits::kQueryChunkBytes);
     const int chunks = key_chunks();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Traits::kScores; ++i) s[i] = 0.f;  // a flag instead would have ptxas serialize (C7515)
+    take_turn();
     fence(s);
     int left = chunks;
 #pragma unroll 1
@@ -205,6 +253,7 @@ struct SlabBlock {
       static_assert(kStageChunks == 2, "one chunk is left");
       if (left > 0) start_stage<1>(s, a, left < chunks);
     }
+    pass_turn();
   }
   // kChunks chunks of Q, whose descriptor moves on, and of K.
   template <int kChunks>
@@ -287,7 +336,7 @@ struct SlabBlock {
       *reinterpret_cast<uint4*>(v + chunk * kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
     }
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(128, uint32_t(consumer));
+    cutlass::arch::NamedBarrier::sync(128, uint32_t(kConsumers + consumer));
   }
 
   // Key blocks that no row of this warpgroup has a limit in.
@@ -321,12 +370,13 @@ struct SlabBlock {
     release_stages(held, 1);
   }
 
-  // S(block) and O += P(block + 1) V(block + 1), then P(block).
+  // S(block) and O += P(block + 1) V(block + 1), then P(block). alpha: of the block before, and then of this one.
   template <bool kMasked>
-  CUTLASS_DEVICE void step(Rows& rows, Outputs& o, Weights& weights, ForwardTile const& tile, int block) {
+  CUTLASS_DEVICE void step(Rows& rows, Outputs& o, Weights& weights, float (&alpha)[CoordS::kRows],
+                           ForwardTile const& tile, int block) {
     Scores s;
-    float alpha[CoordS::kRows];
     start_scores_of(s);
+    rescale<Traits>(o, alpha);
     if constexpr (Traits::kColumnGroups > 1) finish_scores<0>(1);
     start_values_of(o, weights, kMasked ? rows_left(tile, block + 1) : kTileN);
     if constexpr (Traits::kColumnGroups == 1) finish_scores<1>(1 + Traits::kParts);
@@ -334,13 +384,12 @@ struct SlabBlock {
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
-    rescale<Traits>(o, alpha);
     pack_weights<Element>(weights, s);
   }
 
-  CUTLASS_DEVICE void first_step(Rows& rows, Weights& weights, ForwardTile const& tile, Whole const& whole) {
+  CUTLASS_DEVICE void first_step(Rows& rows, Weights& weights, float (&alpha)[CoordS::kRows], ForwardTile const& tile,
+                                 Whole const& whole) {
     Scores s;
-    float alpha[CoordS::kRows];
     const int block = tile.after_block - 1;
     start_scores_of(s);
     finish_scores<0>(1);
@@ -351,18 +400,20 @@ struct SlabBlock {
   CUTLASS_DEVICE void compute_tile(ForwardTile const& tile, Rows& rows, Outputs& o) {
     const Whole whole = whole_of(tile);
     Weights weights;
-    first_step(rows, weights, tile, whole);
+    float alpha[CoordS::kRows];
+    first_step(rows, weights, alpha, tile, whole);
     int block = tile.after_block - 2;
     const int first = tile.first_block;
     // The second block clears the first one's values: it counts as masked where those are cut.
     const int masked = rows_left(tile, block + 1) < kTileN ? block : whole.end;
 #pragma unroll 1
     for (; block >= first && (block >= whole.end || block >= masked); --block)
-      step<true>(rows, o, weights, tile, block);
+      step<true>(rows, o, weights, alpha, tile, block);
 #pragma unroll 1
-    for (; block >= first && block >= whole.begin; --block) step<false>(rows, o, weights, tile, block);
+    for (; block >= first && block >= whole.begin; --block) step<false>(rows, o, weights, alpha, tile, block);
 #pragma unroll 1
-    for (; block >= first; --block) step<true>(rows, o, weights, tile, block);
+    for (; block >= first; --block) step<true>(rows, o, weights, alpha, tile, block);
+    rescale<Traits>(o, alpha);
     start_values_of(o, weights, rows_left(tile, first));
     cute::warpgroup_wait<0>();
     fence(o);
@@ -370,9 +421,10 @@ struct SlabBlock {
   }
 
   CUTLASS_DEVICE void compute_tiles() {
+    if (consumer == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
     Rows rows(args.exponent, args.premultiply, 16 * warp + 64 * row_group(), lane);
 #pragma unroll 1
-    for (;; tile_place ^= 1, query_phase ^= 1) {
+    for (;; tile_place = (tile_place + 1) % Traits::kPlaces, query_phase ^= 1) {
       smem.barriers.query_full.wait(query_phase);
       __syncwarp();  // the compiler reads the tile's place after this
       ForwardTile const& tile = smem.tiles[tile_place];
@@ -387,6 +439,7 @@ struct SlabBlock {
       __syncwarp();
       if (!any) release(smem.barriers.query_empty);
     }
+    if (consumer == 0) take_turn();  // leaves no barrier half full
   }
 
   CUTLASS_DEVICE void store(ForwardTile const& tile, Rows& rows, Outputs& o) const {

@@ -62,6 +62,8 @@ struct SlabTraits {
   static_assert(kColumnGroups == 1 || kValueChunks % kStageChunks == 0, "a stage belongs to one warpgroup");
   // A warpgroup holds its stages of V and the last one of S while it waits for more.
   static_assert(kStages >= kParts + 2, "or all wait for each other");
+  // Where they take turns (slab.h) one holds nothing but all of K, from the ring's first stage to its last.
+  static_assert(kColumnGroups > 1 || kStages * kStageChunks >= kQueryChunks, "the ring holds K where there are turns");
 
   using CoordS = WarpgroupCoord<kTileN>;
   using CoordO = WarpgroupCoord<kWidth>;
@@ -76,8 +78,8 @@ struct SlabTraits {
     cutlass::arch::ClusterTransactionBarrier query_full, full[kStages];
     cutlass::arch::ClusterBarrier query_empty, empty[kStages];
   };
-  // Of tiles: the copying warp writes the next one's place when all have their last S of this one.
-  static constexpr int kPlaces = 2;
+  // Of tiles: the copying warp finds the next one while this one begins and the one before is being written.
+  static constexpr int kPlaces = 4;
   struct SharedStorage {
     alignas(1024) char query[kQueryChunks * kQueryChunkBytes];
     alignas(1024) char ring[kStages][kStageBytes];
