@@ -1,5 +1,5 @@
-// The forward kernel of K and Kv beyond 256 on wgmma and TMA: one warp copies, two warpgroups compute. The grid has a
-// block for each slab of value columns, and each computes S anew; Q stays in shared memory, keys and values pass
+// The forward kernel of K and Kv beyond 256 on wgmma and TMA: one warp copies, two warpgroups compute. Each slab of
+// value columns has blocks of its own, which compute S anew; Q stays in shared memory, keys and values pass
 // through one ring in the order in which they are needed. n runs from the last key block to the first:
 //
 //   ring         K(n) .. .. .. .. | K(n-1) .. .. .. .. | V(n) .. | K(n-2) .. .. .. .. | V(n-1) .. | ...
@@ -121,16 +121,20 @@ struct SlabBlock {
     }
   }
 
-  // The next tile that has rows; rows = 0: there is none.
+  // The next tile that has rows; rows = 0: there is none. As many neighbouring blocks as there are slabs have the same
+  // tiles, a slab each.
   CUTLASS_DEVICE void find_next(uint32_t& turn, int to) {
+    const uint32_t slabs = (p.value_dim + Traits::kValueTile - 1) / Traits::kValueTile;
     ForwardTile tile{};
     for (; tile.rows <= 0; ++turn) {
-      const uint32_t number = tile_number(args, turn);
+      const uint32_t number = tile_number(args, turn, blockIdx.x / slabs, gridDim.x / slabs);
       if (number >= args.map.blocks) {
+        if (args.order == Order::kPairs && turn % 2 == 1) continue;  // the last head has no partner
         tile.rows = 0;
         break;
       }
       tile = find_tile<kTileM, kTileN>(args, number);
+      tile.at.slab = blockIdx.x % slabs;
     }
     if (lane == 0) smem.tiles[to] = tile;
     __syncwarp();
