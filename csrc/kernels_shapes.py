@@ -120,6 +120,7 @@ class Slab:
     smem: int
     max_k: int
     max_kv: int = 0
+    turns: bool = True  # of the warpgroups
     spills: bool = True
     min_blocks_per_sm: float = 0.5
 
@@ -259,6 +260,7 @@ def wgmma(shapes: list[Wgmma], cpp_element: str, dtype: str) -> Iterator[Variant
 def slabs(shapes: list[Slab], cpp_element: str, dtype: str) -> Iterator[Variant]:
     for shape in shapes:
         tile = (*shape.groups, shape.keys, shape.columns, shape.max_k)
+        rest = (*shape.stages, "true" if shape.turns else "false")
         yield Variant(
             name=f"hopper_sm90_{dtype}_{shape.suffix}",
             family="hopper",
@@ -277,7 +279,7 @@ def slabs(shapes: list[Slab], cpp_element: str, dtype: str) -> Iterator[Variant]
             min_sm=90,
             max_sm=90,
             traits=f"hopper::SlabTraits<{cpp_element}, "
-            f"hopper::SlabTile<{', '.join(map(str, tile))}>, {', '.join(map(str, shape.stages))}>",
+            f"hopper::SlabTile<{', '.join(map(str, tile))}>, {', '.join(map(str, rest))}>",
             min_m=65,
             min_blocks_per_sm=shape.min_blocks_per_sm,
             pages=False,

@@ -231,9 +231,8 @@ struct SlabBlock {
   }
 
   // S is started by one warpgroup after the other, so that one's softmax falls beside the other's products: barrier i
-  // is warpgroup i's turn. Not with two column groups: their ring holds less than K, and a warpgroup that waits for its
-  // turn gives nothing back.
-  static constexpr bool kTurns = Traits::kColumnGroups == 1;
+  // is warpgroup i's turn. Only where the ring holds all of K: a warpgroup that waits for its turn gives nothing back.
+  static constexpr bool kTurns = Traits::kTurns;
   static constexpr uint32_t kTurnThreads = 256;  // the warpgroup that waits and the one that passes the turn on
   CUTLASS_DEVICE void take_turn() const {
     if constexpr (kTurns) cutlass::arch::NamedBarrier::sync(kTurnThreads, uint32_t(consumer));

@@ -32,7 +32,7 @@ struct SlabTile {
   static constexpr int kMaxK = kMaxK_;
 };
 
-template <typename Element_, typename Tile_, int kStageChunks_, int kStages_>
+template <typename Element_, typename Tile_, int kStageChunks_, int kStages_, bool kTurns_>
 struct SlabTraits {
   using Element = Element_;
   static_assert(sizeof(Element) == 2, "wgmma of 16 bits");
@@ -41,6 +41,7 @@ struct SlabTraits {
   static constexpr int kValueTile = kColumnGroups * kWidth;
   static constexpr int kStageChunks = kStageChunks_, kStages = kStages_;
   static constexpr bool kBias = false, kDropout = false;
+  static constexpr bool kTurns = kTurns_;                        // slab.h
   static constexpr int kConsumers = kRowGroups * kColumnGroups;  // warpgroups that compute
   static_assert(kConsumers == 2, "65536 registers: two warpgroups of 240");
   static constexpr int kThreads = 128 + 128 * kConsumers;  // and one that copies
@@ -63,7 +64,7 @@ struct SlabTraits {
   // A warpgroup holds its stages of V and the last one of S while it waits for more.
   static_assert(kStages >= kParts + 2, "or all wait for each other");
   // Where they take turns (slab.h) one holds nothing but all of K, from the ring's first stage to its last.
-  static_assert(kColumnGroups > 1 || kStages * kStageChunks >= kQueryChunks, "the ring holds K where there are turns");
+  static_assert(!kTurns || kStages * kStageChunks >= kQueryChunks, "the ring holds K where there are turns");
 
   using CoordS = WarpgroupCoord<kTileN>;
   using CoordO = WarpgroupCoord<kWidth>;
