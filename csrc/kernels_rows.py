@@ -50,12 +50,8 @@ HOPPER = [
 # The same where K or Kv is beyond 256. Spills: in the warp that copies, when it looks for a tile.
 HOPPER_WIDE = [
     Slab("k320", (2, 1), 64, 320, (2, 9), 230400, 320, 320),
-    Slab("k320_c", (2, 1), 64, 320, (2, 9), 230400, 320, 320, turns=False),
     Slab("k384", (2, 1), 128, 192, (1, 8), 230400, 384, 384),
-    Slab("k384_c", (2, 1), 128, 192, (1, 8), 230400, 384, 384, turns=False),
     Slab("v256", (2, 1), 64, 256, (2, 6), 230400, 512),
-    Slab("v256_c", (2, 1), 96, 256, (1, 8), 230400, 512, turns=False),
-    Slab("v256_d", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False),
     Slab("k1024", (1, 2), 64, 256, (2, 6), 230400, 1024, turns=False),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between

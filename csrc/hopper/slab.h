@@ -121,20 +121,20 @@ struct SlabBlock {
     }
   }
 
-  // The next tile that has rows; rows = 0: there is none. As many neighbouring blocks as there are slabs have the same
-  // tiles, a slab each.
+  // The next tile that has rows; rows = 0: there is none. The slabs of a tile are neighbours in the order of tiles:
+  // they run at the same time and share its keys in L2.
   CUTLASS_DEVICE void find_next(uint32_t& turn, int to) {
     const uint32_t slabs = (p.value_dim + Traits::kValueTile - 1) / Traits::kValueTile;
     ForwardTile tile{};
     for (; tile.rows <= 0; ++turn) {
-      const uint32_t number = tile_number(args, turn, blockIdx.x / slabs, gridDim.x / slabs);
-      if (number >= args.map.blocks) {
+      const uint32_t number = tile_number(args, turn);
+      if (number >= args.map.blocks * slabs) {
         if (args.order == Order::kPairs && turn % 2 == 1) continue;  // the last head has no partner
         tile.rows = 0;
         break;
       }
-      tile = find_tile<kTileM, kTileN>(args, number);
-      tile.at.slab = blockIdx.x % slabs;
+      tile = find_tile<kTileM, kTileN>(args, number / slabs);
+      tile.at.slab = number % slabs;
     }
     if (lane == 0) smem.tiles[to] = tile;
     __syncwarp();

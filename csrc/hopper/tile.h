@@ -47,18 +47,15 @@ struct ForwardTile {
   int first_block, after_block;  // key blocks [first_block, after_block)
 };
 
-// The number of the turn-th tile of block `block` of `blocks`; not below map.blocks: it has no more.
-CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn, uint32_t block, uint32_t blocks) {
-  const uint32_t odd = turn % 2;
+// The number of a block's turn-th tile; not below map.blocks: it has no more.
+CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn) {
+  const uint32_t blocks = gridDim.x, block = blockIdx.x, odd = turn % 2;
   if (args.order == Order::kRounds) return turn * blocks + block;
   const auto snake = [&](uint32_t round) { return round * blocks + (round % 2 ? blocks - 1 - block : block); };
   if (args.order == Order::kSnake) return snake(turn);
   if (args.order == Order::kSnakePairs) return 2 * snake(turn / 2) + odd;
   const uint32_t tiles = args.map.tiles, pair = turn / 2 * blocks + block, j = pair % tiles;
   return (pair / tiles * 2 + odd) * tiles + (odd ? j : tiles - 1 - j);
-}
-CUTLASS_DEVICE uint32_t tile_number(ForwardArgs const& args, uint32_t turn) {
-  return tile_number(args, turn, blockIdx.x, gridDim.x);
 }
 
 // The tile of this number in the grid's order; all lanes of a warp together.
