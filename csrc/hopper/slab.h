@@ -6,8 +6,8 @@
 //   warpgroup    S(n) softmax(n)    S(n-1)               O += P(n) V(n)
 //                                                        softmax(n-1)                  ...
 //
-// A stage goes back when its products are done: in S all but the newest have been waited for. The warpgroups take no
-// turns; each runs ahead as far as the ring lets it, and one's softmax falls beside the other's products.
+// A stage goes back when its products are done: in S all but the newest have been waited for. The warpgroups run ahead
+// as far as the ring, and turns where a row has them, let them: one's softmax falls beside the other's products.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
