@@ -49,7 +49,7 @@ HOPPER = [
 ]
 # The same where K or Kv is beyond 256. Spills: in the warp that copies, when it looks for a tile.
 HOPPER_WIDE = [
-    Slab("k320", (2, 1), 64, 320, (2, 9), 230400, 320, 320, turns=False),
+    Slab("k320", (2, 1), 64, 320, (2, 9), 230400, 320, 320),
     Slab("k384", (2, 1), 128, 192, (1, 8), 230400, 384, 384),
     Slab("v256", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False),
     # From one block an SM on, where up to K = 512 the rows above fit too and come first.
