@@ -387,7 +387,7 @@ struct SlabBlock {
     cute::warpgroup_wait<0>();
     fence(o);
     release_values();
-    pack_weights<Element>(weights, s);
+    pack_weights<Element>(weights, s, AllKept{});
   }
 
   CUTLASS_DEVICE void first_step(Rows& rows, Weights& weights, float (&alpha)[CoordS::kRows], ForwardTile const& tile,
@@ -397,7 +397,7 @@ struct SlabBlock {
     start_scores_of(s);
     finish_scores<0>(1);
     weigh(s, alpha, rows, tile, block, !whole.has(block));
-    pack_weights<Element>(weights, s);
+    pack_weights<Element>(weights, s, AllKept{});
   }
 
   CUTLASS_DEVICE void compute_tile(ForwardTile const& tile, Rows& rows, Outputs& o) {
