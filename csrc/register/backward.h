@@ -14,14 +14,14 @@
 #pragma once
 
 #include "cutlass/arch/memory_sm80.h"
-#include "register/backward_warp.h"
+#include "register/backward_bias.h"
 
 namespace memeff {
 namespace registers {
 
 template <typename Traits>
-struct BackwardBlock : BackwardWarp<Traits> {
-  using Warp = BackwardWarp<Traits>;
+struct BackwardBlock : BiasedWarp<Traits> {
+  using Warp = BiasedWarp<Traits>;
   using typename Warp::Element;
   using typename Warp::Gradient;
   using typename Warp::KeyTile;
@@ -115,7 +115,17 @@ struct BackwardBlock : BackwardWarp<Traits> {
     start.value = begin(f.value, problem.key_row);
     start.lse = f.lse.data + head_offset(f.lse, batch, kv_group, kv_member) + problem.query_row;
     start.delta = p.delta + this->row_of(problem, 0);
-    if constexpr (Traits::kDropout) start.dropout = DropoutHead(f.dropout, problem.number() * f.heads + head);
+    if constexpr (Traits::kDropout) {
+      if (!Traits::kBias || f.dropout.seed != nullptr)
+        start.dropout = DropoutHead(f.dropout, problem.number() * f.heads + head);
+    }
+    if constexpr (Traits::kBias) {
+      const int64_t statistic = start.lse - f.lse.data;
+      start.lse_low = f.lse.low == nullptr ? nullptr : f.lse.low + statistic;
+      start.bias = f.bias.data == nullptr
+                       ? nullptr
+                       : static_cast<Element const*>(f.bias.data) + head_offset(f.bias, batch, kv_group, kv_member);
+    }
     return start;
   }
   CUTLASS_DEVICE Step after(Step step) const {
@@ -148,7 +158,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
 
   // lse and delta of a step on their way to shared memory: one query a thread.
   struct Statistics {
-    float lse, delta;
+    float lse, delta, low = 0.f;
   };
   CUTLASS_DEVICE Statistics load_statistics(Step const& step) const {
     Statistics x{-negative_infinity(), 0.f};
@@ -156,14 +166,18 @@ struct BackwardBlock : BackwardWarp<Traits> {
     if (thread < kTileN && row < n.queries) {
       x.lse = smem.start.lse[offset(step.head, f.lse.stride_h) + row];
       x.delta = smem.start.delta[offset(step.head, f.queries) + row];
+      if constexpr (Traits::kBias) {
+        if (smem.start.lse_low != nullptr) x.low = smem.start.lse_low[offset(step.head, f.lse.stride_h) + row];
+      }
     }
     return x;
   }
   CUTLASS_DEVICE void store_statistics(Statistics const& x, int ds_buffer) const {
     if (thread >= kTileN) return;
     const bool sees = x.lse != negative_infinity();
-    smem.lse[ds_buffer][thread] = sees ? x.lse * kLog2e : -negative_infinity();
+    smem.lse[ds_buffer][thread] = !sees ? -negative_infinity() : Traits::kBias ? x.lse : x.lse * kLog2e;
     smem.delta[ds_buffer][thread] = sees ? x.delta : 0.f;
+    if constexpr (Traits::kBias) smem.lse_low[ds_buffer][thread] = sees ? x.low * kLog2e : 0.f;
   }
 
   // --- one step ---
@@ -177,7 +191,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
       this->multiply_scores(dp, buffer, query0, true);
       Seen seen;
       if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
-      this->template weigh<kMasked>(s, smem.lse[ds_buffer] + query0, seen);
+      this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
       this->mark_dropped(s, now.head, now.tile * kTileN + query0);
       ScoreWeights w, ds;
       this->round(s, w);
@@ -185,20 +199,27 @@ struct BackwardBlock : BackwardWarp<Traits> {
       this->template differentiate<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
         return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]);
       });
+      if (Traits::kBiasInDs) __syncwarp();  // every lane has its bias
       this->store_ds(ds, ds_buffer, query0);
       this->add_gradient(value, w, buffer, query0, false);
       this->add_gradient(key, ds, buffer, query0, true);
+      this->write_bias(now, ds_buffer, query0);
     }
   }
 
   // Role 0: S -> P, handed over; role 1: dP and these -> dS. w: operand A of the role's gradient.
   template <bool kMasked>
-  CUTLASS_DEVICE void step_in_role(ScoreWeights& w, Scores& s, int ds_buffer) const {
+  CUTLASS_DEVICE void step_in_role(ScoreWeights& w, Scores& s, int ds_buffer, bool more) const {
     const int query0 = part * Traits::kScoreWidth, pair = kWeightsReady + group * kParts + part;
     Seen seen;
     if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
     if (role == 0) {
-      this->template weigh<kMasked>(s, smem.lse[ds_buffer] + query0, seen);
+      this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
+      if (Traits::kBias && more) {
+        __syncwarp();  // every lane has its bias
+        this->start_bias(next, 0);
+        cutlass::arch::cp_async_fence();
+      }
       this->mark_dropped(s, now.head, now.tile * kTileN + query0);
       this->round(s, w);
       this->hand_over(w, ds_buffer);
@@ -212,6 +233,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
       });
       if (kParts == 1) __syncwarp();  // every lane has its P
       this->store_ds(w, ds_buffer, query0);
+      this->write_bias(now, ds_buffer, query0);
     }
   }
   // The other half of the queries' weights, of this warp's role and keys.
@@ -225,16 +247,16 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
   }
 
-  CUTLASS_DEVICE void step_with_roles(Gradient& sums, int buffer, int ds_buffer, bool delayed) const {
+  CUTLASS_DEVICE void step_with_roles(Gradient& sums, int buffer, int ds_buffer, bool delayed, bool more) const {
     const bool of_key = role == 1, whole = this->all_visible(now.tile * kTileN);
     if (delayed && of_key) this->add_query_gradient(before, ds_buffer ^ 1);
     Scores s;
     ScoreWeights w;
     this->multiply_scores(s, buffer, part * Traits::kScoreWidth, of_key);
     if (whole) {
-      step_in_role<false>(w, s, ds_buffer);
+      step_in_role<false>(w, s, ds_buffer, more);
     } else {
-      step_in_role<true>(w, s, ds_buffer);
+      step_in_role<true>(w, s, ds_buffer, more);
     }
     if (delayed && !of_key) this->add_query_gradient(before, ds_buffer ^ 1);
     this->add_gradient(sums, w, buffer, part * Traits::kScoreWidth, of_key);
@@ -248,6 +270,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
   CUTLASS_DEVICE void loop(Gradient (&sums)[kCount]) {
     start_keys();
     start_queries(now, 0);
+    if (Traits::kBias && role == 0) this->start_bias(now, 0);
     cutlass::arch::cp_async_fence();
     store_statistics(load_statistics(now), 0);
     int buffer = 0;
@@ -264,13 +287,18 @@ struct BackwardBlock : BackwardWarp<Traits> {
       cutlass::arch::cp_async_fence();
       if constexpr (kRoles == 1) {
         if (kDelayed && step > 0) this->add_query_gradient(before, ds_buffer ^ 1);
+        if constexpr (Traits::kBiasInDs) {
+          __syncthreads();  // every warp is done with dS of the last step
+          if (more) this->start_bias(next, ds_buffer ^ 1);
+          cutlass::arch::cp_async_fence();
+        }
         if (this->all_visible(now.tile * kTileN)) {
           step_alone<false>(sums[0], sums[1], buffer, ds_buffer);
         } else {
           step_alone<true>(sums[0], sums[1], buffer, ds_buffer);
         }
       } else {
-        step_with_roles(sums[0], buffer, ds_buffer, kDelayed && step > 0);
+        step_with_roles(sums[0], buffer, ds_buffer, kDelayed && step > 0, more);
       }
       if (!kDelayed) __syncthreads();  // dS is there, the statistics are used
       if (more) store_statistics(statistics, kDelayed ? buffer ^ 1 : 0);
@@ -338,12 +366,21 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
   }
 
+  // dBias of tiles that no step visits.
+  CUTLASS_DEVICE void clear_unseen() const {
+    for (int member = 0; member < p.heads_per_kv; ++member) {
+      this->clear_bias(member, 0, first_tile * kTileN);
+      this->clear_bias(member, end * kTileN, n.queries);
+    }
+  }
+
   CUTLASS_DEVICE void run() {
     if (stored <= 0) return;
     Gradient sums[kRoles == 1 ? 2 : 1];  // dV and dK, or the role's
     CUTLASS_PRAGMA_UNROLL
     for (auto& x : sums) x.clear();
     if (steps > 0) loop(sums);
+    if (Traits::kBias && split == 0) clear_unseen();
     __syncthreads();  // K and V are used
     if constexpr (kRoles == 1) {
       store_gradient(sums[0], false, f.dropout.keep_scale);

@@ -13,6 +13,7 @@ struct BackwardArgs {
   uint32_t splits;                                   // parts of the loop
   cutlass::FastDivmod by_tiles, by_heads, by_group;  // tiles of keys, key heads, heads_per_group (tile_map.h)
   float exponent;                                    // scale * log2(e), the very number that the forward kernels use
+  int bias_store;  // elements of dBias, each an element of dS, that are written at once: 1 or 8; 0: none
 };
 
 template <typename Traits>
@@ -146,6 +147,7 @@ struct BackwardWarp {
   // P -> -P where it is dropped. query0: the first query of the scores.
   CUTLASS_DEVICE void mark_dropped(Scores& s, int head_member, int query0) const {
     if constexpr (Traits::kDropout) {
+      if (Traits::kBias && f.dropout.seed == nullptr) return;  // full rows serve calls without, too
       using Coord = SumsCoord<Scores>;
       DropoutHead draw = smem.start.dropout;
       draw.batch_head += head_member;
