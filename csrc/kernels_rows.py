@@ -223,8 +223,9 @@ SIMT_FULL = [
 # Backward, five products, dQ added up. Up to K = 64 whole sequences of 128 have their own kernel.
 # The small ones: two blocks of 163 KB (A100), or one.
 SUM_GRADIENTS = [
-    SumGradient("k32", (128, 64, 32), 1, 1, 32, 2, {"plain": 67072, "dropout": 67072, "bias": 67584},
-                blocks=3, spills=True, min_length=128),
+    SumGradient("k32", (128, 64, 32), 1, 1, 32, 2,
+                {"plain": 67072, "dropout": 67072, "bias": 67584}, blocks=3, spills=True,
+                min_length=128),
     SumGradient("k64", (128, 64, 64), 1, 1, 32, 2,
                 {"plain": 99840, "dropout": 99840, "bias": 100352, "full": 100352}, blocks=2,
                 spills=True, min_length=128),

@@ -192,13 +192,18 @@ struct BackwardBlock : BiasedWarp<Traits> {
       Seen seen;
       if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
       this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
-      this->mark_dropped(s, now.head, now.tile * kTileN + query0);
       ScoreWeights w, ds;
       this->round(s, w);
-      this->drop(w);
-      this->template differentiate<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
-        return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]);
-      });
+      this->mark_dropped(w, now.head, now.tile * kTileN + query0);
+      if constexpr (Traits::kDropout) {
+        this->template differentiate_dropped<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen,
+                                                      [&](int i, int j, int half) { return w.pair(i, j, half); });
+        this->drop(w);
+      } else {
+        this->template differentiate<kMasked>(
+            dp, ds, smem.delta[ds_buffer] + query0, seen,
+            [&](int i, int j, int half) { return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]); });
+      }
       if (Traits::kBiasInDs) __syncwarp();  // every lane has its bias
       this->store_ds(ds, ds_buffer, query0);
       this->add_gradient(value, w, buffer, query0, false);
@@ -220,17 +225,22 @@ struct BackwardBlock : BiasedWarp<Traits> {
         this->start_bias(next, 0);
         cutlass::arch::cp_async_fence();
       }
-      this->mark_dropped(s, now.head, now.tile * kTileN + query0);
       this->round(s, w);
+      this->mark_dropped(w, now.head, now.tile * kTileN + query0);
       this->hand_over(w, ds_buffer);
       ptx::arrive_threads(pair, 64);
       this->drop(w);
     } else {
       ptx::sync_threads(pair, 64);
       this->take_over(w, ds_buffer, part);
-      this->template differentiate<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
-        return unpack<Element>(w.pair(i, j, half));
-      });
+      const auto packed = [&](int i, int j, int half) { return w.pair(i, j, half); };
+      if constexpr (Traits::kDropout) {
+        this->template differentiate_dropped<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, packed);
+      } else {
+        this->template differentiate<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
+          return unpack<Element>(packed(i, j, half));
+        });
+      }
       if (kParts == 1) __syncwarp();  // every lane has its P
       this->store_ds(w, ds_buffer, query0);
       this->write_bias(now, ds_buffer, query0);

@@ -3,22 +3,42 @@
 
 #include "chained/backward_launch.h"
 #include "register/backward_launch.h"
+#include "register/bias_gradient.h"
 
 namespace memeff {
 namespace registers {
 
-// Sums over what the bias is broadcast to: the chained family's kernel of the same K.
+// Sums over what the bias is broadcast to: over batch entries and heads by a kernel of this family up to K = 64; else,
+// over queries or keys too and with dropout, by the chained family's of the same K.
 template <typename Traits>
 struct BiasGradientOf {
   static constexpr int kK = Traits::kMaxK;
   using Policy = std::conditional_t<Traits::kDropout, chained::FullBias, chained::TensorBias>;
+  static_assert(kK == 32 || kK == 64 || kK == 128 || kK == 256, "tiles of the chained rows");
   using Warp = std::conditional_t<kK == 32, chained::Warp<16, 64, 32>,
-                                  std::conditional_t<kK == 64, chained::Warp<32, 32, 32>, chained::Warp<32, 32, 64>>>;
-  static_assert(kK == 32 || kK == 64 || kK == 128, "tiles of the chained rows");
+                                  chained::Warp<32, 32,
+                                                kK == 64    ? 32
+                                                : kK == 128 ? 64
+                                                            : 128>>;
+  using Qk = std::conditional_t<kK <= 128, chained::ResidentQk<kK>, chained::StreamedQk<3>>;
   static constexpr bool kSmall = kK <= 64;
   using Kernel = chained::BackwardTraits<chained::Sm80<typename Traits::Element>, chained::Tile<64, 64, kK>, Warp, Qk,
                                          8, Policy, kSmall ? 3 : 1, kSmall ? 2 : 1, chained::Gradient::kBias>;
-  static_assert(Kernel::kSmemBytes <= Traits::kSmemBytes, "the row states what both kernels need");
+  using OfHeads = BiasGradientTraits<typename Traits::Element, kSmall ? kK : 64, 1, 32, 3>;
+  static_assert(Kernel::kSmemBytes <= Traits::kSmemBytes && OfHeads::kSmemBytes <= Traits::kSmemBytes,
+                "the row states what all its kernels need");
+
+  static Status launch(BackwardParams const& p, cudaStream_t stream, std::string const& where) {
+    if constexpr (kSmall) {
+      if (!p.grad_bias.sum_m && !p.grad_bias.sum_n && p.forward.dropout.seed == nullptr) {
+        return launch_bias_gradient<OfHeads>(p, stream, where);
+      }
+    }
+    chained::BackwardArgs args{};
+    args.p = p;
+    args.exponent = log2_factor(p.forward.scale);
+    return chained::launch_bias<Kernel>(p, args, stream, where);
+  }
 };
 
 // Elements of dBias that one store may write.
@@ -36,10 +56,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
     status = launch_sums<Traits>(p, direct ? bias_store_of(p.grad_bias) : 0, stream, where);
   }
   if (status.ok() && p.grad_bias.data != nullptr && !direct) {
-    chained::BackwardArgs args{};
-    args.p = p;
-    args.exponent = log2_factor(p.forward.scale);
-    status = chained::launch_bias<typename BiasGradientOf<Traits>::Kernel>(p, args, stream, where + " (dBias)");
+    status = BiasGradientOf<Traits>::launch(p, stream, where + " (dBias)");
   }
   return status;
 }

@@ -57,16 +57,6 @@ struct Sums {
   }
 };
 
-// Its elements for common/dropout.h: row slots 8 apart, column slots 2j and 2j + 1 side by side.
-template <typename S>
-struct SumsCoord {
-  static constexpr int kRows = 2 * S::kTilesM, kColumns = 2 * S::kTilesN;
-  static constexpr bool kQuadCells = true;
-  CUTLASS_DEVICE static int row(int lane, int i) { return i * 8 + (lane >> 2); }
-  CUTLASS_DEVICE static int column(int lane, int j) { return (j >> 1) * 8 + (j & 1) + (lane & 3) * 2; }
-  CUTLASS_DEVICE static float& element(S& s, int i, int j) { return s.at[i / 2][j / 2][i % 2 * 2 + j % 2]; }
-};
-
 // The same numbers rounded, as operand A of the next product: kSteps steps of 16 of its columns. Tiles 2s and 2s + 1 of
 // the accumulators are step s.
 template <int kTilesM_, int kSteps_>

@@ -144,24 +144,54 @@ struct BackwardWarp {
       x[1] = visible(1) ? second : 0.f;
     });
   }
-  // P -> -P where it is dropped. query0: the first query of the scores.
-  CUTLASS_DEVICE void mark_dropped(Scores& s, int head_member, int query0) const {
-    if constexpr (Traits::kDropout) {
-      if (Traits::kBias && f.dropout.seed == nullptr) return;  // full rows serve calls without, too
-      using Coord = SumsCoord<Scores>;
-      DropoutHead draw = smem.start.dropout;
-      draw.batch_head += head_member;
-      each_cell<Coord, true>(draw, key0 + warp_key(), query0, lane, [&](int i, int j, bool kept) {
-        float& x = Coord::element(s, i, j);
-        x = kept ? x : -x;
-      });
-    }
-  }
   CUTLASS_DEVICE void round(Scores& s, ScoreWeights& w) const {
     each_pair<false>(s, Seen{}, [&](float* x, int i, int j, int half, int, auto) {
       w.pair(i, j, half) = pack<Element>(x[0], x[1]);
     });
   }
+  // P -> -P where it is dropped, two queries of a key at once. query0: the first query of the scores. Lanes of even
+  // keys call for tiles 2j of queries, those of odd keys for tiles 2j + 1, and each gives the other its half
+  // (common/dropout.h).
+  CUTLASS_DEVICE void mark_dropped(ScoreWeights& w, int head_member, int query0) const {
+    if constexpr (Traits::kDropout) {
+      if (Traits::kBias && f.dropout.seed == nullptr) return;  // full rows serve calls without, too
+      DropoutHead draw = smem.start.dropout;
+      draw.batch_head += head_member;
+      const Below below(draw.threshold);
+      const bool odd = lane & 4;
+      const uint32_t mine = odd ? 0x7632 : 0x5410, theirs = odd ? 0x5410 : 0x7632;  // of __byte_perm
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Scores::kTilesM; ++i) {
+        const int key = key0 + warp_key() + i * 16 + (lane >> 2);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Scores::kTilesN; j += 2) {
+          const uint4 cells = draw.cells(query0 + (odd ? j + 1 : j) * 8 + (lane & 3) * 2, key);
+          const auto halves = [&](uint32_t which) {  // of keys c and c + 8: an even query's and an odd one's
+            return make_uint2(__byte_perm(cells.x, cells.z, which), __byte_perm(cells.y, cells.w, which));
+          };
+          const uint2 own = halves(mine), other = exchange_rows(halves(theirs));
+          const uint2 tiles[2] = {choose(odd, other, own), choose(odd, own, other)};
+          CUTLASS_PRAGMA_UNROLL
+          for (int k = 0; k < 2; ++k) {
+            w.pair(i, j + k, 0) ^= below.test(tiles[k].x) & Below::kSigns;
+            w.pair(i, j + k, 1) ^= below.test(tiles[k].y) & Below::kSigns;
+          }
+        }
+      }
+    }
+  }
+  // Which of two 16-bit numbers are below a threshold of up to 65536: their upper bits.
+  struct Below {
+    static constexpr uint32_t kSigns = 0x80008000u;
+    uint32_t rest, upper;
+    CUTLASS_DEVICE explicit Below(uint32_t threshold)
+        : rest((threshold > 0xffff ? 0x8000 : threshold & 0x7fff) * 0x10001), upper(threshold > 0x7fff ? kSigns : 0) {}
+    CUTLASS_DEVICE uint32_t test(uint32_t two) const {
+      const uint32_t reached =
+          (two | kSigns) - rest;  // upper bits: the lower 15 are not below; no borrow leaves a half
+      return (~two & upper) | (~(two ^ upper) & ~reached);
+    }
+  };
   // Dropped weights become 0.
   CUTLASS_DEVICE void drop(ScoreWeights& w) const {
     if constexpr (Traits::kDropout) {
@@ -173,18 +203,26 @@ struct BackwardWarp {
     }
   }
 
-  // dS of one element; p < 0 (-0 too): dropped.
-  CUTLASS_DEVICE float differentiated(float p, float dp, float delta) const {
-    if constexpr (Traits::kDropout) dp = signbit(p) ? 0.f : dp * f.dropout.keep_scale;
-    return (Traits::kDropout ? fabsf(p) : p) * (dp - delta);
-  }
   // dP -> dS, rounded. weights(i, j, half): a pair of P.
   template <bool kMasked, typename F>
   CUTLASS_DEVICE void differentiate(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen,
                                     F weights) const {
     each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
       const float2 of = statistic(delta, column), two = weights(i, j, half);
-      const float first = differentiated(two.x, x[0], of.x), second = differentiated(two.y, x[1], of.y);
+      const float first = two.x * (x[0] - of.x), second = two.y * (x[1] - of.y);
+      w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
+    });
+  }
+  // The same with dropout, P D dP - P delta. weights(i, j, half): a pair of P, its sign set where it is dropped.
+  template <bool kMasked, typename F>
+  CUTLASS_DEVICE void differentiate_dropped(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen,
+                                            F weights) const {
+    each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
+      const uint32_t both = weights(i, j, half);
+      const float2 of = statistic(delta, column), two = unpack<Element>(both);
+      const float2 kept = unpack<Element>(positive_part<Element>(both));
+      const float first = __fmaf_rn(kept.x, x[0] * f.dropout.keep_scale, -(fabsf(two.x) * of.x));
+      const float second = __fmaf_rn(kept.y, x[1] * f.dropout.keep_scale, -(fabsf(two.y) * of.y));
       w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
     });
   }
