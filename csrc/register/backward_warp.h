@@ -217,12 +217,13 @@ struct BackwardWarp {
   template <bool kMasked, typename F>
   CUTLASS_DEVICE void differentiate_dropped(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen,
                                             F weights) const {
+    const float half_scale = 0.5f * f.dropout.keep_scale;
     each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
-      const uint32_t both = weights(i, j, half);
-      const float2 of = statistic(delta, column), two = unpack<Element>(both);
-      const float2 kept = unpack<Element>(positive_part<Element>(both));
-      const float first = __fmaf_rn(kept.x, x[0] * f.dropout.keep_scale, -(fabsf(two.x) * of.x));
-      const float second = __fmaf_rn(kept.y, x[1] * f.dropout.keep_scale, -(fabsf(two.y) * of.y));
+      const float2 of = statistic(delta, column), two = unpack<Element>(weights(i, j, half));
+      const auto ds = [&](float p, float dp, float delta) {  // p + |p|: twice what is kept
+        return __fmaf_rn(p + fabsf(p), dp * half_scale, -(fabsf(p) * delta));
+      };
+      const float first = ds(two.x, x[0], of.x), second = ds(two.y, x[1], of.y);
       w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
     });
   }
