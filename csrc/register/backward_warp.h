@@ -187,9 +187,8 @@ struct BackwardWarp {
     CUTLASS_DEVICE explicit Below(uint32_t threshold)
         : rest((threshold > 0xffff ? 0x8000 : threshold & 0x7fff) * 0x10001), upper(threshold > 0x7fff ? kSigns : 0) {}
     CUTLASS_DEVICE uint32_t test(uint32_t two) const {
-      const uint32_t reached =
-          (two | kSigns) - rest;  // upper bits: the lower 15 are not below; no borrow leaves a half
-      return (~two & upper) | (~(two ^ upper) & ~reached);
+      const uint32_t reached = (two | kSigns) - rest;  // upper bits: 15 bits are not below. No borrow leaves a half
+      return ptx::logic<0x4d>(two, upper, reached);    // (~two & upper) | (~(two ^ upper) & ~reached)
     }
   };
   // Dropped weights become 0.
@@ -220,8 +219,10 @@ struct BackwardWarp {
     const float half_scale = 0.5f * f.dropout.keep_scale;
     each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
       const float2 of = statistic(delta, column), two = unpack<Element>(weights(i, j, half));
-      const auto ds = [&](float p, float dp, float delta) {  // p + |p|: twice what is kept
-        return __fmaf_rn(p + fabsf(p), dp * half_scale, -(fabsf(p) * delta));
+      // With p < 0 where it is dropped p + |p| is 2 P D / scale: no absolute value but in an addition, which has it
+      // free.
+      const auto ds = [&](float p, float dp, float delta) {
+        return __fmaf_rn(p + fabsf(p), __fmaf_rn(dp, half_scale, -delta), p * delta);
       };
       const float first = ds(two.x, x[0], of.x), second = ds(two.y, x[1], of.y);
       w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
