@@ -41,10 +41,10 @@ struct BiasGradientOf {
   }
 };
 
-// Elements of dBias that one store may write.
-inline int bias_store_of(GradBiasView const& bias) {
-  const bool eight = bias.stride_n == 1 && bias.stride_m % 8 == 0 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
-  return eight ? 8 : 1;
+// Elements of dBias that one store may write. A size of 1 has the stride 0.
+inline int bias_store_of(GradBiasView const& bias, int keys) {
+  const int64_t rows = bias.stride_b | bias.stride_g | bias.stride_h | bias.stride_m | keys;
+  return bias.stride_n == 1 && rows % 8 == 0 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 ? 8 : 1;
 }
 
 template <typename Traits, std::enable_if_t<Traits::kBias, int> = 0>
@@ -53,7 +53,7 @@ Status launch_backward(BackwardParams const& p, cudaStream_t stream, const char*
   const bool direct = chained::is_sum_free(p.grad_bias);
   Status status;
   if (direct || p.grad_query.data != nullptr || p.grad_key.data != nullptr || p.grad_value.data != nullptr) {
-    status = launch_sums<Traits>(p, direct ? bias_store_of(p.grad_bias) : 0, stream, where);
+    status = launch_sums<Traits>(p, direct ? bias_store_of(p.grad_bias, p.forward.keys) : 0, stream, where);
   }
   if (status.ok() && p.grad_bias.data != nullptr && !direct) {
     status = BiasGradientOf<Traits>::launch(p, stream, where + " (dBias)");
