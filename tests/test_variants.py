@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,8 @@ import cases
 import gradients
 import pytest
 import torch
-from backward_cases import BackwardCase, aligned_shapes, biased_shapes
+from backward_cases import BackwardCase
+from bias_shapes import aligned_shapes, biased_shapes
 from cases import Case
 from companions import forward_row, scores, within
 from tolerance import Checker, tf32, ulp
