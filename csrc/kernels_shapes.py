@@ -123,6 +123,7 @@ class SumGradient:
     blocks: int = 1
     spills: bool = False
     min_length: int = 0
+    min_biased: int = 0  # the same of the kind "bias"
 
 
 # Of backward and hopper rows: the policy of chained/traits.h, bias, dropout. Full rows serve calls
@@ -331,5 +332,5 @@ def sum_gradients(
             dropout=dropout,
             sequences=not bias,
             adds_query=True,
-            min_length=shape.min_length,
+            min_length=shape.min_biased if feature == "bias" else shape.min_length,
         )

@@ -182,19 +182,45 @@ struct BackwardBlock : BiasedWarp<Traits> {
 
   // --- one step ---
 
+  // S -> marked weights; the generator runs beside the product.
+  template <bool kMasked>
+  CUTLASS_DEVICE void weigh_dropped(Scores& s, ScoreWeights& w, Seen& seen, int buffer, int ds_buffer,
+                                    int query0) const {
+    constexpr int kSteps = KeyTile::kColumns / 16;
+    const int query = now.tile * kTileN + query0;
+    const auto draw = this->draw_of(now.head);
+    typename Warp::Marks marks;
+    this->multiply_scores(s, buffer, query0, false, [&](int step) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int call = step * Warp::kCalls / kSteps; call < (step + 1) * Warp::kCalls / kSteps; ++call) {
+        this->draw_marks(marks, call, draw, query);
+      }
+    });
+    if (kMasked) seen = this->find_seen(query);
+    this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
+    this->round(s, w);
+    CUTLASS_PRAGMA_UNROLL
+    for (int call = 0; call < Warp::kCalls; ++call) this->apply_marks(w, marks, call);
+  }
+
   template <bool kMasked>
   CUTLASS_DEVICE void step_alone(Gradient& value, Gradient& key, int buffer, int ds_buffer) const {
 #pragma unroll 1
     for (int query0 = 0; query0 < kTileN; query0 += Traits::kScoreWidth) {
       Scores s, dp;
-      this->multiply_scores(s, buffer, query0, false);
-      this->multiply_scores(dp, buffer, query0, true);
-      Seen seen;
-      if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
-      this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
       ScoreWeights w, ds;
-      this->round(s, w);
-      this->mark_dropped(w, now.head, now.tile * kTileN + query0);
+      Seen seen;
+      if constexpr (Traits::kDrawsBeside) {
+        weigh_dropped<kMasked>(s, w, seen, buffer, ds_buffer, query0);
+        this->multiply_scores(dp, buffer, query0, true);
+      } else {
+        this->multiply_scores(s, buffer, query0, false);
+        this->multiply_scores(dp, buffer, query0, true);
+        if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
+        this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
+        this->round(s, w);
+        this->mark_dropped(w, now.head, now.tile * kTileN + query0);
+      }
       if constexpr (Traits::kDropout) {
         this->template differentiate_dropped<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen,
                                                       [&](int i, int j, int half) { return w.pair(i, j, half); });

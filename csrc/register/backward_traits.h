@@ -81,6 +81,9 @@ struct BackwardRow {
     Element const* bias;   // null: none
     float const* lse_low;  // null: 0
   };
+  // Dropout's numbers are drawn between the products of S.
+  static constexpr bool kDrawsBeside = kDropout && !kBias && kRoles == 1;
+
   // Where the operands of a head begin, at the first rows of its sequence.
   struct HeadStart : BiasStart<kBias> {
     Element const *query, *grad_out, *key, *value;

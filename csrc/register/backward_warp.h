@@ -68,12 +68,13 @@ struct BackwardWarp {
   CUTLASS_DEVICE int warp_key() const { return group * Traits::kWarpKeys; }
 
   // S^T of queries query0 .. of the tile (is_dp: dP^T).
-  CUTLASS_DEVICE void multiply_scores(Scores& s, int buffer, int query0, bool is_dp) const {
+  template <typename F = Alone>
+  CUTLASS_DEVICE void multiply_scores(Scores& s, int buffer, int query0, bool is_dp, F beside = F()) const {
     const uint32_t a = ptx::shared_address(is_dp ? smem.value : smem.key) + KeyTile::down_first(warp_key(), 0, lane);
     const uint32_t b = ptx::shared_address(is_dp ? smem.grad_out[buffer] : smem.query[buffer]) +
                        QueryTile::across_first(query0, 0, lane);
     s.clear();
-    multiply_rows<Element, KeyTile, QueryTile>(s, a, b, is_dp ? f.value_dim : f.head_dim);
+    multiply_rows<Element, KeyTile, QueryTile>(s, a, b, is_dp ? f.value_dim : f.head_dim, beside);
   }
   // dV += W dO (of_key: dK += W Q), W of queries query0 ..
   CUTLASS_DEVICE void add_gradient(Gradient& sums, ScoreWeights const& w, int buffer, int query0, bool of_key) const {
@@ -149,34 +150,53 @@ struct BackwardWarp {
       w.pair(i, j, half) = pack<Element>(x[0], x[1]);
     });
   }
-  // P -> -P where it is dropped, two queries of a key at once. query0: the first query of the scores. Lanes of even
-  // keys call for tiles 2j of queries, those of odd keys for tiles 2j + 1, and each gives the other its half
-  // (common/dropout.h).
+  // P -> -P where it is dropped, two queries of a key at once. Of each call of the generator the marks of its two tiles
+  // of 8 queries, of keys c and c + 8: upper bits of halves. Lanes of even keys call for the first tile, those of odd
+  // keys for the second, and each gives the other its half (common/dropout.h).
+  static constexpr int kCalls = Scores::kTilesM * Scores::kTilesN / 2;
+  struct Marks {
+    uint32_t of_tile[kCalls][2][2];
+  };
+  // query0: the first query of the scores.
+  CUTLASS_DEVICE void draw_marks(Marks& marks, int call, DropoutHead const& draw, int query0) const {
+    const Below below(draw.threshold);
+    const bool odd = lane & 4;
+    const uint32_t mine = odd ? 0x7632 : 0x5410, theirs = odd ? 0x5410 : 0x7632;  // of __byte_perm
+    const int key = key0 + warp_key() + call / (Scores::kTilesN / 2) * 16 + (lane >> 2);
+    const int tile = call % (Scores::kTilesN / 2) * 2 + (odd ? 1 : 0);
+    const uint4 cells = draw.cells(query0 + tile * 8 + (lane & 3) * 2, key);
+    const auto halves = [&](uint32_t which) {  // of keys c and c + 8: an even query's and an odd one's
+      return make_uint2(__byte_perm(cells.x, cells.z, which), __byte_perm(cells.y, cells.w, which));
+    };
+    const uint2 own = halves(mine), other = exchange_rows(halves(theirs));
+    const uint2 tiles[2] = {choose(odd, other, own), choose(odd, own, other)};
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      marks.of_tile[call][k][0] = below.test(tiles[k].x);
+      marks.of_tile[call][k][1] = below.test(tiles[k].y);
+    }
+  }
+  CUTLASS_DEVICE void apply_marks(ScoreWeights& w, Marks const& marks, int call) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const int i = call / (Scores::kTilesN / 2), j = call % (Scores::kTilesN / 2) * 2 + k / 2;
+      w.pair(i, j, k % 2) ^= marks.of_tile[call][k / 2][k % 2] & Below::kSigns;
+    }
+  }
+  CUTLASS_DEVICE DropoutHead draw_of(int head_member) const {
+    DropoutHead draw = smem.start.dropout;
+    draw.batch_head += head_member;
+    return draw;
+  }
   CUTLASS_DEVICE void mark_dropped(ScoreWeights& w, int head_member, int query0) const {
     if constexpr (Traits::kDropout) {
       if (Traits::kBias && f.dropout.seed == nullptr) return;  // full rows serve calls without, too
-      DropoutHead draw = smem.start.dropout;
-      draw.batch_head += head_member;
-      const Below below(draw.threshold);
-      const bool odd = lane & 4;
-      const uint32_t mine = odd ? 0x7632 : 0x5410, theirs = odd ? 0x5410 : 0x7632;  // of __byte_perm
+      const DropoutHead draw = draw_of(head_member);
+      Marks marks;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Scores::kTilesM; ++i) {
-        const int key = key0 + warp_key() + i * 16 + (lane >> 2);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Scores::kTilesN; j += 2) {
-          const uint4 cells = draw.cells(query0 + (odd ? j + 1 : j) * 8 + (lane & 3) * 2, key);
-          const auto halves = [&](uint32_t which) {  // of keys c and c + 8: an even query's and an odd one's
-            return make_uint2(__byte_perm(cells.x, cells.z, which), __byte_perm(cells.y, cells.w, which));
-          };
-          const uint2 own = halves(mine), other = exchange_rows(halves(theirs));
-          const uint2 tiles[2] = {choose(odd, other, own), choose(odd, own, other)};
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < 2; ++k) {
-            w.pair(i, j + k, 0) ^= below.test(tiles[k].x) & Below::kSigns;
-            w.pair(i, j + k, 1) ^= below.test(tiles[k].y) & Below::kSigns;
-          }
-        }
+      for (int call = 0; call < kCalls; ++call) {
+        draw_marks(marks, call, draw, query0);
+        apply_marks(w, marks, call);
       }
     }
   }
