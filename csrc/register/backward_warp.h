@@ -159,7 +159,7 @@ struct BackwardWarp {
   };
   // query0: the first query of the scores.
   CUTLASS_DEVICE void draw_marks(Marks& marks, int call, DropoutHead const& draw, int query0) const {
-    const Below below(draw.threshold);
+    const Below below(uint32_t(f.dropout.threshold));
     const bool odd = lane & 4;
     const uint32_t mine = odd ? 0x7632 : 0x5410, theirs = odd ? 0x5410 : 0x7632;  // of __byte_perm
     const int key = key0 + warp_key() + call / (Scores::kTilesN / 2) * 16 + (lane >> 2);
