@@ -57,7 +57,8 @@ int32_t bias_splits(const KernelRow& row, const BackwardParams& p, int32_t sm_co
   count(g.sum_b, f.batch);
   count(g.sum_g, f.heads / f.heads_per_group);
   count(g.sum_h, f.heads_per_group);
-  count(g.sum_m, ceil_div(f.queries, row.tile_m));
+  const int32_t tile_m = row.adds_query ? row.tile_n : row.tile_m;  // dBias has tiles of its own: 64 x 64
+  count(g.sum_m, ceil_div(f.queries, tile_m));
   count(g.sum_n, ceil_div(f.keys, row.tile_n));
   return splits_for(blocks, loop_tiles, grad_bias_numel(p), sm_count);
 }

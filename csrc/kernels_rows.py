@@ -232,16 +232,22 @@ SIMT_FULL = [
 # Backward, five products, dQ added up. Up to K = 64 whole sequences of 128 have their own kernel.
 # The small ones: two blocks of 163 KB (A100), or one.
 SUM_GRADIENTS = [
-    SumGradient("k32", (128, 64, 32), 1, 1, 32, 2, (67072, 67072), blocks=3, spills=True,
-                min_length=128),
-    SumGradient("k64", (128, 64, 64), 1, 1, 32, 2, (99840, 99840), blocks=2, spills=True,
-                min_length=128),
-    SumGradient("k64_small", (128, 64, 64), 1, 1, 32, 1, (82944, 82944), blocks=2, spills=True,
-                min_length=128),
-    SumGradient("k128", (128, 64, 128), 2, 1, 64, 2, (165376, 165376), spills=True, min_length=64),
-    SumGradient("k256", (64, 64, 256), 2, 2, 32, 2, (222720, 222720), spills=True,
+    SumGradient("k32", (128, 64, 32), 1, 1, 32, 2,
+                {"plain": 67072, "dropout": 67072, "bias": 67584}, blocks=3, spills=True,
+                min_length=128, min_biased=48),
+    SumGradient("k64", (128, 64, 64), 1, 1, 32, 2,
+                {"plain": 99840, "dropout": 99840, "bias": 100352, "full": 100352}, blocks=2,
+                spills=True, min_length=128, min_biased=48),
+    SumGradient("k64_small", (128, 64, 64), 1, 1, 32, 1, {"plain": 82944, "dropout": 82944},
+                blocks=2, spills=True, min_length=128),
+    SumGradient("k128", (128, 64, 128), 2, 1, 64, 2,
+                {"plain": 165376, "dropout": 165376, "bias": 182272, "full": 182272}, spills=True,
+                min_length=64, min_biased=64),
+    SumGradient("k256", (64, 64, 256), 2, 2, 32, 2,
+                {"plain": 222720, "dropout": 222720, "bias": 231424, "full": 231424}, spills=True,
+                min_length=64, min_biased=64),
+    SumGradient("k256_small", (64, 32, 256), 2, 2, 16, 2, {"plain": 144384, "dropout": 144384},
                 min_length=64),
-    SumGradient("k256_small", (64, 32, 256), 2, 2, 16, 2, (144384, 144384), min_length=64),
 ]  # fmt: skip
 
 # Backward. Resident rows: one copy of each tile serves the scores and the output products.

@@ -136,11 +136,11 @@ class SumGradient:
     parts: int
     scores: int  # queries of one product of scores
     ds_buffers: int
-    smem: tuple[int, ...]  # of each of `kinds`
-    kinds: tuple[str, ...] = ("plain", "dropout")
+    smem: dict[str, int]  # of each kind (a key of FEATURES)
     blocks: int = 1
     spills: bool = False
     min_length: int = 0
+    min_biased: int = 0  # the same of the kind "bias"
 
 
 # Of backward and hopper rows: the policy of chained/traits.h, bias, dropout. Full rows serve calls
@@ -345,12 +345,14 @@ def sum_gradients(
     shapes: list[SumGradient], cpp_type: str, dtype: str, sms: tuple[int, int]
 ) -> Iterator[Variant]:
     """The backward rows of the register family."""
-    pairs = [(x, kind) for x in shapes for kind in zip(x.kinds, x.smem, strict=True)]
+    pairs = [(x, kind) for x in shapes for kind in x.smem.items()]
     for shape, (feature, smem) in pairs:
         keys, queries, columns = shape.tile
         _, bias, dropout = FEATURES[feature]
         sizes = (shape.roles, shape.parts, shape.scores, shape.ds_buffers, shape.blocks)
         arguments = [f"cutlass::{cpp_type}", *map(str, (*shape.tile, *sizes))]
+        if dropout or bias:
+            arguments += [str(dropout).lower(), *["true"] * bias]
         parts = [f"register_bwd_sm80_{dtype}_{shape.suffix}", feature.replace("plain", "")]
         yield Variant(
             name="_".join(filter(None, parts)),
@@ -369,12 +371,14 @@ def sum_gradients(
             smem_bytes=smem,
             min_sm=sms[0],
             max_sm=sms[1],
-            traits=f"registers::BackwardRow<{', '.join([*arguments, *['true'] * dropout])}>",
+            traits=f"registers::BackwardRow<{', '.join(arguments)}>",
+            bias_alignment=8 * bias,
             allow_spill=shape.spills,
             blocks_per_sm=shape.blocks,
-            header="register/backward_launch.h",
+            header=f"register/backward_{'bias_' * bias}launch.h",
             kind="bwd",
             dropout=dropout,
+            sequences=not bias,
             adds_query=True,
-            min_length=shape.min_length,
+            min_length=shape.min_biased if feature == "bias" else shape.min_length,
         )

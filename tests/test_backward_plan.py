@@ -245,7 +245,8 @@ def expected_plan(
     bias_splits = 1
     if sizes["bias"]:
         blocks = loop = 1
-        for own, full, tile in zip(bias, (b, h, m, n), (1, 1, tile_m, tile_n), strict=True):
+        tile_b = tile_n if row["adds_query"] else tile_m  # dBias has a kernel of its own
+        for own, full, tile in zip(bias, (b, h, m, n), (1, 1, tile_b, tile_n), strict=True):
             if own == 1 and full > 1:
                 loop *= up(full, tile)
             else:

@@ -221,7 +221,7 @@ def biases_of(row: dict[str, Any]) -> tuple[str, ...]:
     if not row["bias"]:
         return ("",)
     if row["bias_alignment"]:
-        return ("bhmn", "1hmn")
+        return ("bhmn", "1hmn") + (("",) if row["dropout"] else ())
     return ("bhmn", "1hmn:f32", "bhmn:bool") + (("",) if row["dropout"] else ())
 
 
@@ -331,7 +331,7 @@ def backward_between_canaries(
     results = []
     for poison in (0.0, math.nan):
         views = [surrounded(x, poison, 8) for x in (grad_out, out)]
-        given = poisoned(inputs, poison, 8)
+        given = poisoned(inputs, poison, 8, bool(row["bias_alignment"]))
         launch = BackwardLaunch(row, given, *views, lse, seed, p)
         results.append(launch.run(checker, f"{case} poison {poison}"))
     for name, a, b in zip(gradients.NAMES, *results, strict=True):

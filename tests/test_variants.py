@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +21,7 @@ import gradients
 import pytest
 import torch
 from backward_cases import BackwardCase
+from bias_shapes import aligned_shapes, biased_shapes
 from cases import Case
 from companions import forward_row, scores, within
 from tolerance import Checker, tf32, ulp
@@ -206,6 +206,10 @@ def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     edge = row["tile_m"] + 1, row["tile_n"] + 1
     masks = itertools.cycle(cases.MASKS)
     biases = ("bhmn", "", "1h1n", "bhmn:f32", "", "b1m1:bool", "11mn:f32", "bh11")
+    if row["bias_alignment"]:
+        biases = tuple(
+            x and x + ":rows8" for x in ("bhmn", "", "1h1n", "1hmn", "", "b1mn", "11mn", "b11n")
+        )
     drops = (0.0, 0.3, 0.1, 0.0, 0.7, 0.0, 0.2, 0.5)
     features: list[dict[str, Any]] = [{}]
     if row["bias"] and row["dropout"]:
@@ -240,27 +244,9 @@ def backward_shapes(row: dict[str, Any]) -> list[BackwardCase]:
     found += [case(M=70, N=150, K=k, Kv=kv, scale=s) for s in (0.0, -0.3, 2.0)]
     found += [case(M=70, N=150, K=k, Kv=kv, wants=w) for w in ("q", "k", "v", "qv", "kv")]
     if row["bias"]:
-        found += biased_shapes(case, edge, k, kv, 0.2 if row["dropout"] else 0.0)
+        shaped = aligned_shapes if row["bias_alignment"] else biased_shapes
+        found += shaped(case, edge, k, kv, 0.2 if row["dropout"] else 0.0)
     return found
-
-
-def biased_shapes(
-    case: Callable[..., BackwardCase], edge: tuple[int, int], k: int, kv: int, drop: float
-) -> list[BackwardCase]:
-    """Every broadcast of a bias with its gradient, its layouts, and sums over many batches."""
-    broadcasts = ["".join(p) for p in itertools.product("b1", "h1", "m1", "n1")]
-    found = [
-        case(M=edge[0], N=edge[1], K=k, Kv=kv, bias=b + d, p=p)
-        for b, (d, p) in itertools.product(broadcasts, (("", 0.0), (":f32", drop)))
-    ]
-    found += [
-        case(M=70, N=77, K=k, Kv=kv, bias="bhmn" + d + s, wants=w)
-        for d, s, w in itertools.product(
-            ("", ":f32"), (":padded", ":transposed", ":offset", ":expanded"), ("b", "qkvb")
-        )
-    ]
-    many = ("1hmn", "11mn", "111n", "b1mn")
-    return found + [case(B=40, M=33, N=70, H=3, K=k, Kv=kv, bias=b, mask="none") for b in many]
 
 
 def math_mode(row: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -344,7 +330,7 @@ def test_variant_drops_the_same(row: dict[str, Any]) -> None:
             ((row["tile_m"] + 1, 2 * row["tile_n"] + 1), (row["tile_n"] + 1, row["tile_m"] - 1))
         ):
             k = min(row["max_k"] or 64, 64)
-            bias = "1hmn" if number and row["bias"] else ""
+            bias = "1hmn" + bias_kinds(row)[0] if number and row["bias"] else ""
             case = BackwardCase(
                 row["dtype"], M=m, N=n, H=3, K=k, Kv=width, p=0.4, bias=bias, gain=0.5
             )

@@ -51,6 +51,14 @@ CUTLASS_DEVICE uint32_t opaque(uint32_t x) {
   return x;
 }
 
+// Any function of three bits: kTable is its value for a = 0xf0, b = 0xcc, c = 0xaa. PTX ISA 9.7.8 "lop3".
+template <int kTable>
+CUTLASS_DEVICE uint32_t logic(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(y) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+  return y;
+}
+
 // 16 bytes as copy_async<16>.
 CUTLASS_DEVICE void copy_async(uint32_t to, void const* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -14,14 +14,14 @@
 #pragma once
 
 #include "cutlass/arch/memory_sm80.h"
-#include "register/backward_warp.h"
+#include "register/backward_bias.h"
 
 namespace memeff {
 namespace registers {
 
 template <typename Traits>
-struct BackwardBlock : BackwardWarp<Traits> {
-  using Warp = BackwardWarp<Traits>;
+struct BackwardBlock : BiasedWarp<Traits> {
+  using Warp = BiasedWarp<Traits>;
   using typename Warp::Element;
   using typename Warp::Gradient;
   using typename Warp::KeyTile;
@@ -115,7 +115,17 @@ struct BackwardBlock : BackwardWarp<Traits> {
     start.value = begin(f.value, problem.key_row);
     start.lse = f.lse.data + head_offset(f.lse, batch, kv_group, kv_member) + problem.query_row;
     start.delta = p.delta + this->row_of(problem, 0);
-    if constexpr (Traits::kDropout) start.dropout = DropoutHead(f.dropout, problem.number() * f.heads + head);
+    if constexpr (Traits::kDropout) {
+      if (!Traits::kBias || f.dropout.seed != nullptr)
+        start.dropout = DropoutHead(f.dropout, problem.number() * f.heads + head);
+    }
+    if constexpr (Traits::kBias) {
+      const int64_t statistic = start.lse - f.lse.data;
+      start.lse_low = f.lse.low == nullptr ? nullptr : f.lse.low + statistic;
+      start.bias = f.bias.data == nullptr
+                       ? nullptr
+                       : static_cast<Element const*>(f.bias.data) + head_offset(f.bias, batch, kv_group, kv_member);
+    }
     return start;
   }
   CUTLASS_DEVICE Step after(Step step) const {
@@ -148,7 +158,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
 
   // lse and delta of a step on their way to shared memory: one query a thread.
   struct Statistics {
-    float lse, delta;
+    float lse, delta, low = 0.f;
   };
   CUTLASS_DEVICE Statistics load_statistics(Step const& step) const {
     Statistics x{-negative_infinity(), 0.f};
@@ -156,62 +166,110 @@ struct BackwardBlock : BackwardWarp<Traits> {
     if (thread < kTileN && row < n.queries) {
       x.lse = smem.start.lse[offset(step.head, f.lse.stride_h) + row];
       x.delta = smem.start.delta[offset(step.head, f.queries) + row];
+      if constexpr (Traits::kBias) {
+        if (smem.start.lse_low != nullptr) x.low = smem.start.lse_low[offset(step.head, f.lse.stride_h) + row];
+      }
     }
     return x;
   }
   CUTLASS_DEVICE void store_statistics(Statistics const& x, int ds_buffer) const {
     if (thread >= kTileN) return;
     const bool sees = x.lse != negative_infinity();
-    smem.lse[ds_buffer][thread] = sees ? x.lse * kLog2e : -negative_infinity();
+    smem.lse[ds_buffer][thread] = !sees ? -negative_infinity() : Traits::kBias ? x.lse : x.lse * kLog2e;
     smem.delta[ds_buffer][thread] = sees ? x.delta : 0.f;
+    if constexpr (Traits::kBias) smem.lse_low[ds_buffer][thread] = sees ? x.low * kLog2e : 0.f;
   }
 
   // --- one step ---
+
+  // S -> marked weights; the generator runs beside the product.
+  template <bool kMasked>
+  CUTLASS_DEVICE void weigh_dropped(Scores& s, ScoreWeights& w, Seen& seen, int buffer, int ds_buffer,
+                                    int query0) const {
+    constexpr int kSteps = KeyTile::kColumns / 16;
+    const int query = now.tile * kTileN + query0;
+    const auto draw = this->draw_of(now.head);
+    typename Warp::Marks marks;
+    this->multiply_scores(s, buffer, query0, false, [&](int step) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int call = step * Warp::kCalls / kSteps; call < (step + 1) * Warp::kCalls / kSteps; ++call) {
+        this->draw_marks(marks, call, draw, query);
+      }
+    });
+    if (kMasked) seen = this->find_seen(query);
+    this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
+    this->round(s, w);
+    CUTLASS_PRAGMA_UNROLL
+    for (int call = 0; call < Warp::kCalls; ++call) this->apply_marks(w, marks, call);
+  }
 
   template <bool kMasked>
   CUTLASS_DEVICE void step_alone(Gradient& value, Gradient& key, int buffer, int ds_buffer) const {
 #pragma unroll 1
     for (int query0 = 0; query0 < kTileN; query0 += Traits::kScoreWidth) {
       Scores s, dp;
-      this->multiply_scores(s, buffer, query0, false);
-      this->multiply_scores(dp, buffer, query0, true);
-      Seen seen;
-      if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
-      this->template weigh<kMasked>(s, smem.lse[ds_buffer] + query0, seen);
-      this->mark_dropped(s, now.head, now.tile * kTileN + query0);
       ScoreWeights w, ds;
-      this->round(s, w);
-      this->drop(w);
-      this->template differentiate<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
-        return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]);
-      });
+      Seen seen;
+      if constexpr (Traits::kDrawsBeside) {
+        weigh_dropped<kMasked>(s, w, seen, buffer, ds_buffer, query0);
+        this->multiply_scores(dp, buffer, query0, true);
+      } else {
+        this->multiply_scores(s, buffer, query0, false);
+        this->multiply_scores(dp, buffer, query0, true);
+        if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
+        this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
+        this->round(s, w);
+        this->mark_dropped(w, now.head, now.tile * kTileN + query0);
+      }
+      if constexpr (Traits::kDropout) {
+        this->template differentiate_dropped<kMasked>(dp, ds, smem.delta[ds_buffer] + query0, seen,
+                                                      [&](int i, int j, int half) { return w.pair(i, j, half); });
+        this->drop(w);
+      } else {
+        this->template differentiate<kMasked>(
+            dp, ds, smem.delta[ds_buffer] + query0, seen,
+            [&](int i, int j, int half) { return make_float2(s.at[i][j][2 * half], s.at[i][j][2 * half + 1]); });
+      }
+      if (Traits::kBiasInDs) __syncwarp();  // every lane has its bias
       this->store_ds(ds, ds_buffer, query0);
       this->add_gradient(value, w, buffer, query0, false);
       this->add_gradient(key, ds, buffer, query0, true);
+      this->write_bias(now, ds_buffer, query0);
     }
   }
 
   // Role 0: S -> P, handed over; role 1: dP and these -> dS. w: operand A of the role's gradient.
   template <bool kMasked>
-  CUTLASS_DEVICE void step_in_role(ScoreWeights& w, Scores& s, int ds_buffer) const {
+  CUTLASS_DEVICE void step_in_role(ScoreWeights& w, Scores& s, int ds_buffer, bool more) const {
     const int query0 = part * Traits::kScoreWidth, pair = kWeightsReady + group * kParts + part;
     Seen seen;
     if (kMasked) seen = this->find_seen(now.tile * kTileN + query0);
     if (role == 0) {
-      this->template weigh<kMasked>(s, smem.lse[ds_buffer] + query0, seen);
-      this->mark_dropped(s, now.head, now.tile * kTileN + query0);
+      this->template weigh_step<kMasked>(s, ds_buffer, query0, seen);
+      if (Traits::kBias && more) {
+        __syncwarp();  // every lane has its bias
+        this->start_bias(next, 0);
+        cutlass::arch::cp_async_fence();
+      }
       this->round(s, w);
+      this->mark_dropped(w, now.head, now.tile * kTileN + query0);
       this->hand_over(w, ds_buffer);
       ptx::arrive_threads(pair, 64);
       this->drop(w);
     } else {
       ptx::sync_threads(pair, 64);
       this->take_over(w, ds_buffer, part);
-      this->template differentiate<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
-        return unpack<Element>(w.pair(i, j, half));
-      });
+      const auto packed = [&](int i, int j, int half) { return w.pair(i, j, half); };
+      if constexpr (Traits::kDropout) {
+        this->template differentiate_dropped<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, packed);
+      } else {
+        this->template differentiate<kMasked>(s, w, smem.delta[ds_buffer] + query0, seen, [&](int i, int j, int half) {
+          return unpack<Element>(packed(i, j, half));
+        });
+      }
       if (kParts == 1) __syncwarp();  // every lane has its P
       this->store_ds(w, ds_buffer, query0);
+      this->write_bias(now, ds_buffer, query0);
     }
   }
   // The other half of the queries' weights, of this warp's role and keys.
@@ -225,16 +283,16 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
   }
 
-  CUTLASS_DEVICE void step_with_roles(Gradient& sums, int buffer, int ds_buffer, bool delayed) const {
+  CUTLASS_DEVICE void step_with_roles(Gradient& sums, int buffer, int ds_buffer, bool delayed, bool more) const {
     const bool of_key = role == 1, whole = this->all_visible(now.tile * kTileN);
     if (delayed && of_key) this->add_query_gradient(before, ds_buffer ^ 1);
     Scores s;
     ScoreWeights w;
     this->multiply_scores(s, buffer, part * Traits::kScoreWidth, of_key);
     if (whole) {
-      step_in_role<false>(w, s, ds_buffer);
+      step_in_role<false>(w, s, ds_buffer, more);
     } else {
-      step_in_role<true>(w, s, ds_buffer);
+      step_in_role<true>(w, s, ds_buffer, more);
     }
     if (delayed && !of_key) this->add_query_gradient(before, ds_buffer ^ 1);
     this->add_gradient(sums, w, buffer, part * Traits::kScoreWidth, of_key);
@@ -248,6 +306,7 @@ struct BackwardBlock : BackwardWarp<Traits> {
   CUTLASS_DEVICE void loop(Gradient (&sums)[kCount]) {
     start_keys();
     start_queries(now, 0);
+    if (Traits::kBias && role == 0) this->start_bias(now, 0);
     cutlass::arch::cp_async_fence();
     store_statistics(load_statistics(now), 0);
     int buffer = 0;
@@ -264,13 +323,18 @@ struct BackwardBlock : BackwardWarp<Traits> {
       cutlass::arch::cp_async_fence();
       if constexpr (kRoles == 1) {
         if (kDelayed && step > 0) this->add_query_gradient(before, ds_buffer ^ 1);
+        if constexpr (Traits::kBiasInDs) {
+          __syncthreads();  // every warp is done with dS of the last step
+          if (more) this->start_bias(next, ds_buffer ^ 1);
+          cutlass::arch::cp_async_fence();
+        }
         if (this->all_visible(now.tile * kTileN)) {
           step_alone<false>(sums[0], sums[1], buffer, ds_buffer);
         } else {
           step_alone<true>(sums[0], sums[1], buffer, ds_buffer);
         }
       } else {
-        step_with_roles(sums[0], buffer, ds_buffer, kDelayed && step > 0);
+        step_with_roles(sums[0], buffer, ds_buffer, kDelayed && step > 0, more);
       }
       if (!kDelayed) __syncthreads();  // dS is there, the statistics are used
       if (more) store_statistics(statistics, kDelayed ? buffer ^ 1 : 0);
@@ -338,12 +402,21 @@ struct BackwardBlock : BackwardWarp<Traits> {
     }
   }
 
+  // dBias of tiles that no step visits.
+  CUTLASS_DEVICE void clear_unseen() const {
+    for (int member = 0; member < p.heads_per_kv; ++member) {
+      this->clear_bias(member, 0, first_tile * kTileN);
+      this->clear_bias(member, end * kTileN, n.queries);
+    }
+  }
+
   CUTLASS_DEVICE void run() {
     if (stored <= 0) return;
     Gradient sums[kRoles == 1 ? 2 : 1];  // dV and dK, or the role's
     CUTLASS_PRAGMA_UNROLL
     for (auto& x : sums) x.clear();
     if (steps > 0) loop(sums);
+    if (Traits::kBias && split == 0) clear_unseen();
     __syncthreads();  // K and V are used
     if constexpr (kRoles == 1) {
       store_gradient(sums[0], false, f.dropout.keep_scale);

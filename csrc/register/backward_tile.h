@@ -57,16 +57,6 @@ struct Sums {
   }
 };
 
-// Its elements for common/dropout.h: row slots 8 apart, column slots 2j and 2j + 1 side by side.
-template <typename S>
-struct SumsCoord {
-  static constexpr int kRows = 2 * S::kTilesM, kColumns = 2 * S::kTilesN;
-  static constexpr bool kQuadCells = true;
-  CUTLASS_DEVICE static int row(int lane, int i) { return i * 8 + (lane >> 2); }
-  CUTLASS_DEVICE static int column(int lane, int j) { return (j >> 1) * 8 + (j & 1) + (lane & 3) * 2; }
-  CUTLASS_DEVICE static float& element(S& s, int i, int j) { return s.at[i / 2][j / 2][i % 2 * 2 + j % 2]; }
-};
-
 // The same numbers rounded, as operand A of the next product: kSteps steps of 16 of its columns. Tiles 2s and 2s + 1 of
 // the accumulators are step s.
 template <int kTilesM_, int kSteps_>
@@ -78,12 +68,21 @@ struct Weights {
   CUTLASS_DEVICE uint32_t& pair(int i, int j, int half) { return at[i][j / 2][j % 2 * 2 + half]; }
 };
 
+// Nothing beside the steps of a product.
+struct Alone {
+  CUTLASS_DEVICE void operator()(int) const {}
+};
+
 // kWhole: over all columns, so that no branch keeps the loads of a step behind the products of the last one.
-template <bool kWhole, typename Element, typename TileA, typename TileB, int kTilesM, int kTilesN>
-CUTLASS_DEVICE void multiply_rows_of(Sums<kTilesM, kTilesN>& sums, uint32_t a, uint32_t b, int depth) {
+template <bool kWhole, typename Element, typename TileA, typename TileB, int kTilesM, int kTilesN, typename F>
+CUTLASS_DEVICE void multiply_rows_of(Sums<kTilesM, kTilesN>& sums, uint32_t a, uint32_t b, int depth, F beside) {
   CUTLASS_PRAGMA_UNROLL
   for (int step = 0; step < TileA::kColumns / 16; ++step) {
-    if (!kWhole && step * 16 >= depth) break;
+    beside(step);
+    if (!kWhole && step * 16 >= depth) {
+      if constexpr (std::is_same<F, Alone>::value) break;
+      continue;
+    }
     uint32_t frag_a[kTilesM][4];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kTilesM; ++i) {
@@ -102,13 +101,13 @@ CUTLASS_DEVICE void multiply_rows_of(Sums<kTilesM, kTilesN>& sums, uint32_t a, u
   }
 }
 // sums += A B^T over `depth` columns of both, which are zero up to the next multiple of 16. a, b: the lane's addresses,
-// A down first, B across first.
-template <typename Element, typename TileA, typename TileB, int kTilesM, int kTilesN>
-CUTLASS_DEVICE void multiply_rows(Sums<kTilesM, kTilesN>& sums, uint32_t a, uint32_t b, int depth) {
+// A down first, B across first. beside(step): work that lies between the products of a step of 16 columns.
+template <typename Element, typename TileA, typename TileB, int kTilesM, int kTilesN, typename F = Alone>
+CUTLASS_DEVICE void multiply_rows(Sums<kTilesM, kTilesN>& sums, uint32_t a, uint32_t b, int depth, F beside = F()) {
   if (depth > TileA::kColumns - 16) {
-    multiply_rows_of<true, Element, TileA, TileB>(sums, a, b, depth);
+    multiply_rows_of<true, Element, TileA, TileB>(sums, a, b, depth, beside);
   } else {
-    multiply_rows_of<false, Element, TileA, TileB>(sums, a, b, depth);
+    multiply_rows_of<false, Element, TileA, TileB>(sums, a, b, depth, beside);
   }
 }
 

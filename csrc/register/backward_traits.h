@@ -13,8 +13,9 @@
 // kParts = 2 (K = 256): two warps share 32 keys in each role. Each takes half of the queries in the scores and half of
 // the columns in the gradients; halves of P and dS are exchanged through shared memory.
 //
-// Memory plan:  [ P (kParts = 2) | K | V | Q x 2 | dO x 2 | (dS | lse, delta) x kDsBuffers ]
+// Memory plan:  [ P (kParts = 2) | K | V | Q x 2 | dO x 2 | (dS | lse, delta) x kDsBuffers | bias (kRoles = 2) ]
 // Dropout: P carries the mask in its sign, drawn once: a weight that is dropped is handed over as -P.
+// Bias: backward_bias.h.
 //
 // After the loop dK lies where K was and dV where V was, on their way out.
 #pragma once
@@ -31,13 +32,13 @@ namespace registers {
 // kKeys, kQueries: a block's tile. kMaxK: the largest K and Kv. kScoreQueries: queries of one product of scores.
 // kDsBuffers: 2: dQ of a step is computed in the next one, with one barrier a step; 1: at its end, with two.
 template <typename Element_, int kKeys, int kQueries, int kMaxK_, int kRoles_, int kParts_, int kScoreQueries,
-          int kDsBuffers_, int kBlocks, bool kDropout_ = false>
+          int kDsBuffers_, int kBlocks, bool kDropout_ = false, bool kBias_ = false>
 struct BackwardRow {
   using Element = Element_;
   static constexpr int kTileM = kKeys, kTileN = kQueries, kValueTile = kMaxK_, kMaxK = kMaxK_;
   static constexpr int kRoles = kRoles_, kParts = kParts_, kDsBuffers = kDsBuffers_;
   static constexpr int kBlocksPerSm = kBlocks;
-  static constexpr bool kDropout = kDropout_;
+  static constexpr bool kDropout = kDropout_, kBias = kBias_;
   static constexpr int kWarpKeys = 32;
   static constexpr int kGroups = kTileM / kWarpKeys;  // of keys
   static constexpr int kRoleWarps = kGroups * kParts;
@@ -69,8 +70,22 @@ struct BackwardRow {
   // that their additions to dQ do not meet. kWholeSums: additions of whole tiles take no branch.
   static constexpr bool kTurned = kRoles == 2 && kParts == 1, kWholeSums = kParts == 1;
 
+  // A warp's bias lies where its dS will, or in a place of its own.
+  static constexpr bool kBiasInDs = kBias && kRoles == 1;
+  static_assert(!kBiasInDs || kDsBuffers == 2, "the bias of the next step arrives beside dS of this one");
+
+  template <bool kWanted, typename = void>
+  struct BiasStart {};
+  template <typename Dummy>
+  struct BiasStart<true, Dummy> {
+    Element const* bias;   // null: none
+    float const* lse_low;  // null: 0
+  };
+  // Dropout's numbers are drawn between the products of S.
+  static constexpr bool kDrawsBeside = kDropout && !kBias && kRoles == 1;
+
   // Where the operands of a head begin, at the first rows of its sequence.
-  struct HeadStart {
+  struct HeadStart : BiasStart<kBias> {
     Element const *query, *grad_out, *key, *value;
     float const *lse, *delta;
     std::conditional_t<kDropout, DropoutHead, NoDropoutHead> dropout;
@@ -81,13 +96,26 @@ struct BackwardRow {
   struct WeightStorage<true, Dummy> {
     uint4 p[kTileM * kTileN * 2 / 16];  // P by warp and lane
   };
-  struct SharedStorage : WeightStorage<(kParts > 1)> {
+  template <bool kWanted, typename = void>
+  struct LowParts {};
+  template <typename Dummy>
+  struct LowParts<true, Dummy> {
+    float lse_low[kDsBuffers][kTileN];  // what rounding took from lse, in units of log 2
+  };
+  template <bool kWanted, typename = void>
+  struct BiasStorage {};
+  template <typename Dummy>
+  struct BiasStorage<true, Dummy> {
+    alignas(512) char bias[ScoreTile::kBytes];
+  };
+  struct SharedStorage : WeightStorage<(kParts > 1)>, BiasStorage<kBias && !kBiasInDs>, LowParts<kBias> {
     alignas(512) char key[KeyTile::kBytes];
     char value[KeyTile::kBytes];
     char query[2][QueryTile::kBytes];
     char grad_out[2][QueryTile::kBytes];
     char ds[kDsBuffers][ScoreTile::kBytes];
-    float lse[kDsBuffers][kTileN];    // in units of log 2; +inf for a query that sees nothing or is none
+    float lse[kDsBuffers]
+             [kTileN];  // kBias: natural, else in units of log 2; +inf for a query that sees nothing or is none
     float delta[kDsBuffers][kTileN];  // 0 for those
     // Kept here, not in registers.
     Problem n;

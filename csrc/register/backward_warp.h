@@ -13,6 +13,7 @@ struct BackwardArgs {
   uint32_t splits;                                   // parts of the loop
   cutlass::FastDivmod by_tiles, by_heads, by_group;  // tiles of keys, key heads, heads_per_group (tile_map.h)
   float exponent;                                    // scale * log2(e), the very number that the forward kernels use
+  int bias_store;  // elements of dBias, each an element of dS, that are written at once: 1 or 8; 0: none
 };
 
 template <typename Traits>
@@ -67,12 +68,13 @@ struct BackwardWarp {
   CUTLASS_DEVICE int warp_key() const { return group * Traits::kWarpKeys; }
 
   // S^T of queries query0 .. of the tile (is_dp: dP^T).
-  CUTLASS_DEVICE void multiply_scores(Scores& s, int buffer, int query0, bool is_dp) const {
+  template <typename F = Alone>
+  CUTLASS_DEVICE void multiply_scores(Scores& s, int buffer, int query0, bool is_dp, F beside = F()) const {
     const uint32_t a = ptx::shared_address(is_dp ? smem.value : smem.key) + KeyTile::down_first(warp_key(), 0, lane);
     const uint32_t b = ptx::shared_address(is_dp ? smem.grad_out[buffer] : smem.query[buffer]) +
                        QueryTile::across_first(query0, 0, lane);
     s.clear();
-    multiply_rows<Element, KeyTile, QueryTile>(s, a, b, is_dp ? f.value_dim : f.head_dim);
+    multiply_rows<Element, KeyTile, QueryTile>(s, a, b, is_dp ? f.value_dim : f.head_dim, beside);
   }
   // dV += W dO (of_key: dK += W Q), W of queries query0 ..
   CUTLASS_DEVICE void add_gradient(Gradient& sums, ScoreWeights const& w, int buffer, int query0, bool of_key) const {
@@ -143,23 +145,72 @@ struct BackwardWarp {
       x[1] = visible(1) ? second : 0.f;
     });
   }
-  // P -> -P where it is dropped. query0: the first query of the scores.
-  CUTLASS_DEVICE void mark_dropped(Scores& s, int head_member, int query0) const {
-    if constexpr (Traits::kDropout) {
-      using Coord = SumsCoord<Scores>;
-      DropoutHead draw = smem.start.dropout;
-      draw.batch_head += head_member;
-      each_cell<Coord, true>(draw, key0 + warp_key(), query0, lane, [&](int i, int j, bool kept) {
-        float& x = Coord::element(s, i, j);
-        x = kept ? x : -x;
-      });
-    }
-  }
   CUTLASS_DEVICE void round(Scores& s, ScoreWeights& w) const {
     each_pair<false>(s, Seen{}, [&](float* x, int i, int j, int half, int, auto) {
       w.pair(i, j, half) = pack<Element>(x[0], x[1]);
     });
   }
+  // P -> -P where it is dropped, two queries of a key at once. Of each call of the generator the marks of its two tiles
+  // of 8 queries, of keys c and c + 8: upper bits of halves. Lanes of even keys call for the first tile, those of odd
+  // keys for the second, and each gives the other its half (common/dropout.h).
+  static constexpr int kCalls = Scores::kTilesM * Scores::kTilesN / 2;
+  struct Marks {
+    uint32_t of_tile[kCalls][2][2];
+  };
+  // query0: the first query of the scores.
+  CUTLASS_DEVICE void draw_marks(Marks& marks, int call, DropoutHead const& draw, int query0) const {
+    const Below below(uint32_t(f.dropout.threshold));
+    const bool odd = lane & 4;
+    const uint32_t mine = odd ? 0x7632 : 0x5410, theirs = odd ? 0x5410 : 0x7632;  // of __byte_perm
+    const int key = key0 + warp_key() + call / (Scores::kTilesN / 2) * 16 + (lane >> 2);
+    const int tile = call % (Scores::kTilesN / 2) * 2 + (odd ? 1 : 0);
+    const uint4 cells = draw.cells(query0 + tile * 8 + (lane & 3) * 2, key);
+    const auto halves = [&](uint32_t which) {  // of keys c and c + 8: an even query's and an odd one's
+      return make_uint2(__byte_perm(cells.x, cells.z, which), __byte_perm(cells.y, cells.w, which));
+    };
+    const uint2 own = halves(mine), other = exchange_rows(halves(theirs));
+    const uint2 tiles[2] = {choose(odd, other, own), choose(odd, own, other)};
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      marks.of_tile[call][k][0] = below.test(tiles[k].x);
+      marks.of_tile[call][k][1] = below.test(tiles[k].y);
+    }
+  }
+  CUTLASS_DEVICE void apply_marks(ScoreWeights& w, Marks const& marks, int call) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const int i = call / (Scores::kTilesN / 2), j = call % (Scores::kTilesN / 2) * 2 + k / 2;
+      w.pair(i, j, k % 2) ^= marks.of_tile[call][k / 2][k % 2] & Below::kSigns;
+    }
+  }
+  CUTLASS_DEVICE DropoutHead draw_of(int head_member) const {
+    DropoutHead draw = smem.start.dropout;
+    draw.batch_head += head_member;
+    return draw;
+  }
+  CUTLASS_DEVICE void mark_dropped(ScoreWeights& w, int head_member, int query0) const {
+    if constexpr (Traits::kDropout) {
+      if (Traits::kBias && f.dropout.seed == nullptr) return;  // full rows serve calls without, too
+      const DropoutHead draw = draw_of(head_member);
+      Marks marks;
+      CUTLASS_PRAGMA_UNROLL
+      for (int call = 0; call < kCalls; ++call) {
+        draw_marks(marks, call, draw, query0);
+        apply_marks(w, marks, call);
+      }
+    }
+  }
+  // Which of two 16-bit numbers are below a threshold of up to 65536: their upper bits.
+  struct Below {
+    static constexpr uint32_t kSigns = 0x80008000u;
+    uint32_t rest, upper;
+    CUTLASS_DEVICE explicit Below(uint32_t threshold)
+        : rest((threshold > 0xffff ? 0x8000 : threshold & 0x7fff) * 0x10001), upper(threshold > 0x7fff ? kSigns : 0) {}
+    CUTLASS_DEVICE uint32_t test(uint32_t two) const {
+      const uint32_t reached = (two | kSigns) - rest;  // upper bits: 15 bits are not below. No borrow leaves a half
+      return ptx::logic<0x4d>(two, upper, reached);    // (~two & upper) | (~(two ^ upper) & ~reached)
+    }
+  };
   // Dropped weights become 0.
   CUTLASS_DEVICE void drop(ScoreWeights& w) const {
     if constexpr (Traits::kDropout) {
@@ -171,18 +222,29 @@ struct BackwardWarp {
     }
   }
 
-  // dS of one element; p < 0 (-0 too): dropped.
-  CUTLASS_DEVICE float differentiated(float p, float dp, float delta) const {
-    if constexpr (Traits::kDropout) dp = signbit(p) ? 0.f : dp * f.dropout.keep_scale;
-    return (Traits::kDropout ? fabsf(p) : p) * (dp - delta);
-  }
   // dP -> dS, rounded. weights(i, j, half): a pair of P.
   template <bool kMasked, typename F>
   CUTLASS_DEVICE void differentiate(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen,
                                     F weights) const {
     each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
       const float2 of = statistic(delta, column), two = weights(i, j, half);
-      const float first = differentiated(two.x, x[0], of.x), second = differentiated(two.y, x[1], of.y);
+      const float first = two.x * (x[0] - of.x), second = two.y * (x[1] - of.y);
+      w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
+    });
+  }
+  // The same with dropout, P D dP - P delta. weights(i, j, half): a pair of P, its sign set where it is dropped.
+  template <bool kMasked, typename F>
+  CUTLASS_DEVICE void differentiate_dropped(Scores& dp, ScoreWeights& w, float const* delta, Seen const& seen,
+                                            F weights) const {
+    const float half_scale = 0.5f * f.dropout.keep_scale;
+    each_pair<kMasked>(dp, seen, [&](float* x, int i, int j, int half, int column, auto visible) {
+      const float2 of = statistic(delta, column), two = unpack<Element>(weights(i, j, half));
+      // With p < 0 where it is dropped p + |p| is 2 P D / scale: no absolute value but in an addition, which has it
+      // free.
+      const auto ds = [&](float p, float dp, float delta) {
+        return __fmaf_rn(p + fabsf(p), __fmaf_rn(dp, half_scale, -delta), p * delta);
+      };
+      const float first = ds(two.x, x[0], of.x), second = ds(two.y, x[1], of.y);
       w.pair(i, j, half) = pack<Element>(visible(0) ? first : 0.f, visible(1) ? second : 0.f);
     });
   }
