@@ -31,7 +31,7 @@ BIAS, BOTH, NO_BIAS, PLAIN = shapes.BIAS, shapes.BOTH, shapes.NO_BIAS, shapes.PL
 FEW_QUERIES: dict[str, Any] = shapes.FEW_QUERIES
 Variant, Shape, Wgmma = shapes.Variant, shapes.Shape, shapes.Wgmma
 Gradient, SumGradient = shapes.Gradient, shapes.SumGradient
-variants, wgmma = shapes.variants, shapes.wgmma
+variants, wgmma, halves = shapes.variants, shapes.wgmma, shapes.halves
 gradients, sum_gradients = shapes.gradients, shapes.sum_gradients
 
 # Hopper: TMA and wgmma.
@@ -45,6 +45,15 @@ HOPPER = [
     Wgmma("k128", (128, 128, 128), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
     Wgmma("k192", (128, 96, 192), 2, {"plain": 197632}),
     Wgmma("k256", (128, 64, 256), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
+]
+# fp32 as fp16 parts, two, or one where TF32 is allowed. The split of the operands has to pay.
+HOPPER_F32 = [
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 166912}, min_length=256),
+    Wgmma("k128", (128, 64, 128), 2, {"plain": 198656}, min_length=256),
+]
+HOPPER_TF32 = [
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 84992}, min_length=256),
+    Wgmma("k128", (128, 128, 128), 2, {"plain": 166912}, min_length=256),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
@@ -362,6 +371,8 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
+    *halves(HOPPER_TF32, "tf32"),
+    *halves(HOPPER_F32),
     *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM80_TF32 + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
     *variants(SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),

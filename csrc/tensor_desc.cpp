@@ -188,6 +188,7 @@ Status make_forward(const ForwardCall& args, ForwardParams* params, Request* req
   if (args.out.dtype != args.query.dtype) return {};  // written an element at a time
   const Canonical out = canonical(args.out, params->heads / params->heads_per_group);
   request->alignment = lowest_bit(uint64_t(request->alignment) | alignment_bits(args.out, out));
+  request->lse = args.lse.has_value();
   return {};
 }
 
