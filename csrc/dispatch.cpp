@@ -215,8 +215,9 @@ constexpr Rule kRules[] = {
      }},
     {true, [](const KernelRow& k, const Request& r) { return k.parts() == 0 || !r.lse; },
      [](const KernelRow&, const Request&) {
-       return std::string("is chosen where no gradient and no log-sum-exp is wanted: backward kernels compute scores "
-                          "by other products");
+       return std::string(
+           "is chosen where no gradient and no log-sum-exp is wanted: backward kernels compute scores "
+           "by other products");
      }},
     {true, fits_its_blocks,
      [](const KernelRow& k, const Request&) {

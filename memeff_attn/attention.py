@@ -66,7 +66,8 @@ def memory_efficient_attention(
             backward), each of which may be None; default: the best.
         output_dtype: of out, one of the three; default: the query's. float32 is what the sums in
             float32 come to, unrounded; gradients go through the query's dtype.
-    Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
+    Memory: the output; in float32 without a gradient on sm_90 also a copy of query, key and value
+        (K and Kv rounded up to 64 or 128); where a gradient is asked for, two floats a row (the log-sum-exp and
         what rounding took from it); for few queries also one partial result in float32 for each
         tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB), and for a 16-bit
         output_dtype that is not the inputs' the output once in float32; the backward pass takes the

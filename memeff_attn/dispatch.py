@@ -214,7 +214,7 @@ class KernelBwOp(_Kernels, AttentionBwOpBase):
 
 
 class HopperFwOp(KernelFwOp):
-    """TMA and wgmma (csrc/hopper): 16 bits, sm90."""
+    """TMA and wgmma (csrc/hopper): sm90; fp32 where no gradient is wanted."""
 
     NAME = "hopper"
     VARIANT = "family:hopper"
@@ -465,16 +465,11 @@ def request_of(
         "dropout": d.p > 0.0,
         "sequences": rule.query_starts is not None,
         "heads_per_kv": query.shape[2] // key.shape[2] if query.dim() == 4 else 1,
-        "lse": which == "fwd" and torch.is_grad_enabled() and _wants_gradient(d),
+        "lse": d.wants_gradient,
         "bias_grad": bias is not None and bias.requires_grad,
         "deterministic": which == "bwd" and fixed_order(name),
         "variant": name,
     }
-
-
-def _wants_gradient(d: Inputs) -> bool:
-    tensors = d.query, d.key, d.value, d.attn_bias
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _packable_heads(
