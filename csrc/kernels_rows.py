@@ -48,12 +48,12 @@ HOPPER = [
 ]
 # fp32 as fp16 parts, two, or one where TF32 is allowed. The split of the operands has to pay.
 HOPPER_F32 = [
-    Wgmma("k64", (128, 128, 64), 2, {"plain": 166912}, min_length=256),
-    Wgmma("k128", (128, 64, 128), 2, {"plain": 198656}, min_length=256),
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 167936}, min_length=192),
+    Wgmma("k128", (128, 64, 128), 2, {"plain": 199680}, min_length=192),
 ]
 HOPPER_TF32 = [
-    Wgmma("k64", (128, 128, 64), 2, {"plain": 84992}, min_length=256),
-    Wgmma("k128", (128, 128, 128), 2, {"plain": 166912}, min_length=256),
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 86016}, min_length=512),
+    Wgmma("k128", (128, 128, 128), 2, {"plain": 167936}, min_length=256),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.

@@ -12,7 +12,7 @@ CUTLASS_DEVICE bool is_wide(ForwardParams const& p) {
   const float* b = p.parts.workspace;  // hopper/f32_plan.h: bounds
   const float scale = fabsf(p.scale);
   const float error = scale * __ldg(b) * __ldg(b + 1) + scale * __ldg(b + 2) * __ldg(b + 3);
-  return !(error <= p.parts.limit && __ldg(b + 3) * fmaxf(scale, 1.f) <= 1.2676506e30f);  // 2^100
+  return !(error <= p.parts.limit && __ldg(b + 3) * fmaxf(scale, 1.f) <= 2.0769187e34f);  // 2^114
 }
 
 CUTLASS_DEVICE bool is_for_another_kernel(ForwardParams const& p) {

@@ -29,6 +29,7 @@ struct ForwardBlock {
   using CoordS = typename Traits::CoordS;
   using CoordO = typename Traits::CoordO;
   using TileRows = Rows<Traits>;
+  using NamedBarrier = cutlass::arch::NamedBarrier;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kConsumers = Traits::kConsumers;
   using Scores = Accumulators<kTileN>;
   using Outputs = Accumulators<Traits::kWidth>;
@@ -139,11 +140,11 @@ struct ForwardBlock {
   CUTLASS_DEVICE void copy_keys(Source const& from, int block) {
     auto& full = smem.barriers.key_full[keys.stage];
     smem.barriers.key_empty[keys.stage].wait(keys.phase ^ 1);
-    full.arrive_and_expect_tx(Traits::kKeyBytes + 2 * kTileN * int(sizeof(float)));
+    full.arrive_and_expect_tx(Traits::kKeyBytes + 2 * Traits::kScaleBytes);
     const int row = from.key_row + block * kTileN;
     copy<Traits::kKeyChunkBytes>(args.key, smem.key[keys.stage], full, from, row, cute::TMA::CacheHintSm90::EVICT_LAST);
-    copy_scales(args.key_scales, smem.key_scales[keys.stage], full, from, row);
-    copy_scales(args.value_scales, smem.value_scales[keys.stage], full, from, row);
+    copy_scales(args.key_scales, smem.key_scales[keys.stage], full, from, row & ~3);
+    copy_scales(args.value_scales, smem.value_scales[keys.stage], full, from, row & ~3);
     keys.next();
   }
   CUTLASS_DEVICE void copy_values(Source const& from, int block) {
@@ -156,6 +157,17 @@ struct ForwardBlock {
   }
 
   // --- a warpgroup that computes ---
+
+  // Products are issued by one warpgroup after the other: barrier i is warpgroup i's turn. Every warpgroup has a turn
+  // for each key block of the tile.
+  static constexpr uint32_t kTurnThreads = 256;  // the warpgroup that waits and the one that passes the turn on
+  CUTLASS_DEVICE void take_turn() const {
+    if constexpr (Traits::kTurns) NamedBarrier::sync(kTurnThreads, uint32_t(consumer));
+  }
+  CUTLASS_DEVICE void pass_turn() const {
+    if constexpr (Traits::kTurns)
+      NamedBarrier::arrive(kTurnThreads, uint32_t(consumer + 1 == kConsumers ? 0 : consumer + 1));
+  }
 
   CUTLASS_DEVICE void release(cutlass::arch::ClusterBarrier& empty) const {
     if (lane == 0) empty.arrive();
@@ -178,12 +190,39 @@ struct ForwardBlock {
   CUTLASS_DEVICE static uint32_t address(void const* in_shared) { return cute::cast_smem_ptr_to_uint(in_shared); }
 
   CUTLASS_DEVICE void start_scores_of(Scores& s) const {
-    const uint64_t a = make_descriptor(address(smem.query) + consumer * 64 * kRowBytes, Traits::kQueryChunkBytes);
-    const uint64_t b = make_descriptor(address(smem.key[keys.stage]), Traits::kKeyChunkBytes);
+    constexpr int kSteps = Traits::kQkSteps / Traits::kSums;
     fence(s);
     cute::warpgroup_arrive();
-    start_scores_in_parts<Traits>(s, a, b);
+    start_scores_in_parts<Traits, kTileN, 0, kSteps>(s, query_descriptor(), key_descriptor(0));
     cute::warpgroup_commit_batch();
+  }
+  // The other half of the columns, added to s. Waits for all products.
+  CUTLASS_DEVICE void finish_scores_of(Scores& s) const {
+    constexpr int kPiece = Traits::kPiece, kSteps = Traits::kQkSteps;
+    if constexpr (Traits::kSums == 1) {
+      cute::warpgroup_wait<0>();
+      fence(s);
+      return;
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int piece = 0; piece < Traits::kPieces; ++piece) {
+      Accumulators<kPiece> more;
+      fence(more);
+      cute::warpgroup_arrive();
+      start_scores_in_parts<Traits, kPiece, kSteps / 2, kSteps>(more, query_descriptor(), key_descriptor(piece));
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+      fence(more);
+      if (piece == 0) fence(s);
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < kPiece / 2; ++e) s[piece * kPiece / 2 + e] += more[e];
+    }
+  }
+  CUTLASS_DEVICE uint64_t query_descriptor() const {
+    return make_descriptor(address(smem.query) + consumer * 64 * kRowBytes, Traits::kQueryChunkBytes);
+  }
+  CUTLASS_DEVICE uint64_t key_descriptor(int piece) const {
+    return make_descriptor(address(smem.key[keys.stage]) + piece * Traits::kPiece * kRowBytes, Traits::kKeyChunkBytes);
   }
   CUTLASS_DEVICE void start_values_of(Outputs& t, Weights const& weights) const {
     const uint64_t v = make_descriptor(address(smem.value[values.stage]), Traits::kKeyChunkBytes);
@@ -206,7 +245,7 @@ struct ForwardBlock {
       *reinterpret_cast<uint4*>(v + chunk * Traits::kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
     }
     cutlass::arch::fence_view_async_shared();
-    cutlass::arch::NamedBarrier::sync(128, uint32_t(consumer));
+    NamedBarrier::sync(128, uint32_t(kConsumers + consumer));
   }
 
   // What a warpgroup does of a tile.
@@ -230,6 +269,8 @@ struct ForwardBlock {
   CUTLASS_DEVICE void skip() {
     wait_keys();
     release_keys();
+    take_turn();
+    pass_turn();
     wait_values();
     release_values();
   }
@@ -238,9 +279,10 @@ struct ForwardBlock {
   CUTLASS_DEVICE void weigh(Scores& s, float (&alpha)[CoordS::kRows], TileRows& rows, ForwardTile const& tile,
                             int block, bool masked) {
     fence(s);
-    rows.finish(s, smem.key_scales[keys.stage], block, masked);
+    const int shift = tile.n.key_row & 3;  // of the scales
+    rows.finish(s, smem.key_scales[keys.stage] + shift, block, masked);
     rows.weigh(s, alpha);
-    rows.scale_values(s, alpha, smem.value_scales[keys.stage], tile.n.keys - block * kTileN);
+    rows.scale_values(s, alpha, smem.value_scales[keys.stage] + shift, tile.n.keys - block * kTileN);
     release_keys();
   }
 
@@ -267,12 +309,14 @@ struct ForwardBlock {
     Scores s;
     float next[CoordS::kRows];
     wait_keys();
+    take_turn();
     start_scores_of(s);
-    wait_values();
     if constexpr (Traits::kStaged) {
+      finish_scores_of(s);
+      wait_values();
       Outputs t;
       start_values_of(t, weights);
-      cute::warpgroup_wait<1>();
+      pass_turn();
       release_queries_behind(share, block);
       weigh(s, next, rows, tile, block, kMasked);
       cute::warpgroup_wait<0>();
@@ -280,7 +324,9 @@ struct ForwardBlock {
       take(o, t, alpha);
       alpha[0] = next[0], alpha[1] = next[1];
     } else {
+      wait_values();
       start_values_of(o, weights);
+      pass_turn();
       cute::warpgroup_wait<1>();
       release_queries_behind(share, block);
       weigh(s, next, rows, tile, block, kMasked);
@@ -324,7 +370,10 @@ struct ForwardBlock {
     {
       Scores s;
       wait_keys();
+      take_turn();
       start_scores_of(s);
+      if constexpr (Traits::kStaged) finish_scores_of(s);
+      pass_turn();
       if (block == tile.after_block - 1) clear_tail(tile);
       cute::warpgroup_wait<0>();
       release_queries_behind(share, block);
@@ -345,6 +394,7 @@ struct ForwardBlock {
   }
 
   CUTLASS_DEVICE void compute_tiles() {
+    if (consumer == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
     TileRows rows(args.exponent, args.premultiply, 16 * warp + 64 * consumer, lane);
     ForwardTile& tile = smem.tiles[1 + 4 * consumer + warp];
     for (uint32_t turn = 0; next_tile(turn, tile);) {
@@ -363,6 +413,7 @@ struct ForwardBlock {
       }
       store(tile, rows, o);
     }
+    if (consumer == 0) take_turn();  // leaves no barrier half full
   }
 
   CUTLASS_DEVICE void store(ForwardTile const& tile, TileRows& rows, Outputs const& o) const {

@@ -8,7 +8,7 @@
 namespace memeff {
 namespace hopper_f32 {
 
-// The TMA map of an operand's scales: rows of fp32, kTileN of them at a time.
+// The TMA map of an operand's scales: rows of fp32, `box` of them at a time.
 inline Status make_scales(Operand* to, SplitOperand const& o, const float* data, int box, std::string const& where) {
   const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
   if (encode == nullptr) {
@@ -43,11 +43,12 @@ Status make_args(ForwardArgs* args, ForwardParams const& p, Plan const& plan, st
   args->p = p;
   SplitOperand const& q = plan.operands[0];
   args->query_scales = view_of(q, workspace + q.scales, q.scale_rows(), 1);
-  if (Status s =
-          make_scales(&args->key_scales, plan.operands[1], workspace + plan.operands[1].scales, Traits::kTileN, where);
+  if (Status s = make_scales(&args->key_scales, plan.operands[1], workspace + plan.operands[1].scales,
+                             Traits::kScaleBox, where);
       !s.ok())
     return s;
-  return make_scales(&args->value_scales, plan.operands[2], workspace + plan.operands[2].scales, Traits::kTileN, where);
+  return make_scales(&args->value_scales, plan.operands[2], workspace + plan.operands[2].scales, Traits::kScaleBox,
+                     where);
 }
 
 // Launches on `stream` of the current device. Never synchronises, never allocates.

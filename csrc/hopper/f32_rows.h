@@ -42,10 +42,10 @@ struct Rows : hopper::WarpgroupRows<Traits> {
 
   // Products of parts -> scores in units of the query's scale; with `masked` the hidden ones become -inf.
   CUTLASS_DEVICE void finish(Scores& s, const float* key_scales, int block, bool masked) const {
-    const float2* scales = reinterpret_cast<const float2*>(key_scales) + (lane & 3);
+    const float* scales = key_scales + 2 * (lane & 3);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kColumns; j += 2) {
-      const float2 two = scales[2 * j];
+      const float2 two = make_float2(scales[4 * j], scales[4 * j + 1]);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kRows; ++i) {
         s[CoordS::index(i, j)] *= two.x;
@@ -103,10 +103,10 @@ struct Rows : hopper::WarpgroupRows<Traits> {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i) alpha[i] *= change;
     const float unit = kWeightTop * inverse;
-    const float2* scales = reinterpret_cast<const float2*>(value_scales) + (lane & 3);
+    const float* scales = value_scales + 2 * (lane & 3);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kColumns; j += 2) {
-      const float2 two = scales[2 * j];
+      const float2 two = make_float2(scales[4 * j], scales[4 * j + 1]);
       // Rows of V behind the sequence's last key may be larger: their weights are 0, and 0 * inf would be NaN.
       const float x = fminf(two.x * unit, kWeightTop), y = fminf(two.y * unit, kWeightTop);
       CUTLASS_PRAGMA_UNROLL
@@ -148,19 +148,19 @@ CUTLASS_DEVICE void issue_rs_add(uint32_t const* a, uint64_t b, float (&acc)[kCo
   Atom::fma(a[0], a[1], a[2], a[3], b, acc[kI]..., add ? sm90::ScaleOut::One : sm90::ScaleOut::Zero);
 }
 
-// Starts S = Q K^T. a, b: descriptors of hi.
-template <typename Traits>
-CUTLASS_DEVICE void start_scores_in_parts(Accumulators<Traits::kTileN>& acc, uint64_t a, uint64_t b) {
-  using Atom = typename Atoms<cutlass::half_t, Traits::kTileN>::Scores;
+// Starts acc = Q K^T, kN keys, over the steps [kBegin, kEnd) of 16 columns. a, b: descriptors of hi.
+template <typename Traits, int kN, int kBegin, int kEnd>
+CUTLASS_DEVICE void start_scores_in_parts(Accumulators<kN>& acc, uint64_t a, uint64_t b) {
+  using Atom = typename Atoms<cutlass::half_t, kN>::Scores;
   using T = Terms<Traits::kParts>;
   CUTLASS_PRAGMA_UNROLL
   for (int term = 0; term < T::kCount; ++term) {
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < Traits::kQkSteps; ++step) {
+    for (int step = kBegin; step < kEnd; ++step) {
       const int chunk = step / kStepsPerChunk, along = step % kStepsPerChunk * kStepBytesAlong;
       issue_ss<Atom>(advance(a, T::a(term) * Traits::kQueryPartBytes + chunk * Traits::kQueryChunkBytes + along),
                      advance(b, T::b(term) * Traits::kKeyPartBytes + chunk * Traits::kKeyChunkBytes + along), acc,
-                     term + step > 0, std::make_index_sequence<Traits::kTileN / 2>());
+                     term > 0 || step > kBegin, std::make_index_sequence<kN / 2>());
     }
   }
 }

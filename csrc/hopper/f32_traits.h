@@ -22,13 +22,14 @@ struct Tile {
   static constexpr int kM = kM_, kN = kN_, kWidth = kWidth_;
 };
 
-template <int kParts_, typename Tile_, int kStages_>
+template <int kParts_, typename Tile_, int kStages_, bool kTurns_ = true, int kSums_ = kParts_>
 struct ForwardTraits {
   using Element = cutlass::half_t;  // of the parts
   static constexpr int kParts = kParts_;
   static_assert(kParts == 1 || kParts == 2, "hi, or hi and lo");
   static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kWidth = Tile_::kWidth, kValueTile = kWidth;
   static constexpr int kStages = kStages_;
+  static constexpr bool kTurns = kTurns_;
   static constexpr bool kBias = false, kDropout = false;
   static constexpr int kConsumers = kTileM / 64;  // warpgroups that compute
   static_assert(kTileM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "two or three warpgroups of 64 queries");
@@ -46,6 +47,10 @@ struct ForwardTraits {
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes, kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kQueryPartBytes = kQueryBytes / kParts, kKeyPartBytes = kKeyBytes / kParts;
   static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
+  // Scores of two parts are two sums, of half the columns each: a sum that a tensor core cuts at each step loses with
+  // every step. The second sum takes kPiece keys at a time.
+  static constexpr int kSums = kSums_, kPiece = kTileN < 64 ? kTileN : 64, kPieces = kTileN / kPiece;
+  static_assert(kQkSteps % kSums == 0 && kTileN % kPiece == 0, "whole halves and pieces");
 
   using CoordS = WarpgroupCoord<kTileN>;
   using CoordO = WarpgroupCoord<kWidth>;
@@ -59,6 +64,10 @@ struct ForwardTraits {
   using Exponent = FoldedScale;
   using DropoutState = NoDropoutHead;
 
+  // The copy engine reads from multiples of 16 bytes on: scales of a block begin up to 3 places behind.
+  static constexpr int kScaleBox = kTileN + 4, kScaleStride = kTileN + 32;
+  static constexpr int kScaleBytes = kScaleBox * int(sizeof(float));
+
   struct Barriers {
     cutlass::arch::ClusterTransactionBarrier query_full, key_full[kStages], value_full[kStages];
     cutlass::arch::ClusterBarrier query_empty, key_empty[kStages], value_empty[kStages];
@@ -67,8 +76,8 @@ struct ForwardTraits {
     alignas(1024) char query[kQueryBytes];
     alignas(1024) char key[kStages][kKeyBytes];
     alignas(1024) char value[kStages][kKeyBytes];
-    alignas(128) float key_scales[kStages][kTileN];
-    alignas(128) float value_scales[kStages][kTileN];  // come with the keys
+    alignas(128) float key_scales[kStages][kScaleStride];
+    alignas(128) float value_scales[kStages][kScaleStride];  // come with the keys
     Barriers barriers;
     ForwardTile tiles[1 + 4 * kConsumers];  // each warp's own, the one that copies first
   };
