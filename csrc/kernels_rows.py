@@ -48,7 +48,7 @@ HOPPER = [
 ]
 # fp32 as fp16 parts, two, or one where TF32 is allowed. The split of the operands has to pay.
 HOPPER_F32 = [
-    Wgmma("k64", (128, 128, 64), 2, {"plain": 167936}, min_length=192),
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 167936}, min_length=256),
     Wgmma("k128", (128, 64, 128), 2, {"plain": 199680}, min_length=192),
 ]
 HOPPER_TF32 = [
@@ -372,9 +372,9 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *halves(HOPPER_TF32, "tf32"),
-    *halves(HOPPER_F32),
     *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM80_TF32 + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *halves(HOPPER_F32),
     *variants(SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM75, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),

@@ -2,11 +2,12 @@
 // warpgroups compute 64 queries each. A block stays on its SM and takes tile after tile.
 //
 //   copies      Q K(n) | K(n-1) V(n) | K(n-2) V(n-1) | ...                       rings of kStages in shared memory
-//   warpgroup   | S(n) | softmax(n) | S(n-1), T = P(n) V(n) | softmax(n-1) | O = alpha O + T | S(n-2), ...
+//   warpgroup   | S(n) | softmax(n) | S(n-1) | T = P(n) V(n), softmax(n-1) | O = alpha O + T | S(n-2) | ...
 //
-// S and T are three products each (lo hi, hi lo, hi hi) into one sum that starts from zero. The tensor cores run T of
-// this key block while the warpgroup turns S of the next one into weights; warpgroups run as they come. Key blocks run
-// from the last to the first. With one part (TF32) a product is one, and O accumulates by itself.
+// S and T are three products each (lo hi, hi lo, hi hi) into sums that start from zero, S two of them. The tensor cores
+// run T of this key block while the warpgroup turns S of the next one into weights, and S of the other warpgroup: they
+// take turns. Key blocks run from the last to the first. With one part (TF32) a product is one, S one sum, S and T are
+// issued together, and O accumulates by itself.
 #pragma once
 
 #include "common/wide.h"
@@ -161,12 +162,9 @@ struct ForwardBlock {
   // Products are issued by one warpgroup after the other: barrier i is warpgroup i's turn. Every warpgroup has a turn
   // for each key block of the tile.
   static constexpr uint32_t kTurnThreads = 256;  // the warpgroup that waits and the one that passes the turn on
-  CUTLASS_DEVICE void take_turn() const {
-    if constexpr (Traits::kTurns) NamedBarrier::sync(kTurnThreads, uint32_t(consumer));
-  }
+  CUTLASS_DEVICE void take_turn() const { NamedBarrier::sync(kTurnThreads, uint32_t(consumer)); }
   CUTLASS_DEVICE void pass_turn() const {
-    if constexpr (Traits::kTurns)
-      NamedBarrier::arrive(kTurnThreads, uint32_t(consumer + 1 == kConsumers ? 0 : consumer + 1));
+    NamedBarrier::arrive(kTurnThreads, uint32_t(consumer + 1 == kConsumers ? 0 : consumer + 1));
   }
 
   CUTLASS_DEVICE void release(cutlass::arch::ClusterBarrier& empty) const {
@@ -190,23 +188,20 @@ struct ForwardBlock {
   CUTLASS_DEVICE static uint32_t address(void const* in_shared) { return cute::cast_smem_ptr_to_uint(in_shared); }
 
   CUTLASS_DEVICE void start_scores_of(Scores& s) const {
-    constexpr int kSteps = Traits::kQkSteps / Traits::kSums;
+    constexpr int kSteps = Traits::kStaged ? Traits::kQkSteps / 2 : Traits::kQkSteps;
     fence(s);
     cute::warpgroup_arrive();
     start_scores_in_parts<Traits, kTileN, 0, kSteps>(s, query_descriptor(), key_descriptor(0));
     cute::warpgroup_commit_batch();
   }
-  // The other half of the columns, added to s. Waits for all products.
-  CUTLASS_DEVICE void finish_scores_of(Scores& s) const {
+  // The other half of the columns, added to s. Waits for all products. scratch: registers that T takes next.
+  template <int kCount>
+  CUTLASS_DEVICE void finish_scores_of(Scores& s, float (&scratch)[kCount]) const {
     constexpr int kPiece = Traits::kPiece, kSteps = Traits::kQkSteps;
-    if constexpr (Traits::kSums == 1) {
-      cute::warpgroup_wait<0>();
-      fence(s);
-      return;
-    }
     CUTLASS_PRAGMA_UNROLL
     for (int piece = 0; piece < Traits::kPieces; ++piece) {
-      Accumulators<kPiece> more;
+      static_assert(kPiece / 2 <= kCount, "a piece of S fits into T");
+      auto& more = reinterpret_cast<Accumulators<kPiece>&>(scratch);
       fence(more);
       cute::warpgroup_arrive();
       start_scores_in_parts<Traits, kPiece, kSteps / 2, kSteps>(more, query_descriptor(), key_descriptor(piece));
@@ -312,9 +307,9 @@ struct ForwardBlock {
     take_turn();
     start_scores_of(s);
     if constexpr (Traits::kStaged) {
-      finish_scores_of(s);
-      wait_values();
       Outputs t;
+      finish_scores_of(s, t);
+      wait_values();
       start_values_of(t, weights);
       pass_turn();
       release_queries_behind(share, block);
@@ -372,7 +367,10 @@ struct ForwardBlock {
       wait_keys();
       take_turn();
       start_scores_of(s);
-      if constexpr (Traits::kStaged) finish_scores_of(s);
+      if constexpr (Traits::kStaged) {
+        Accumulators<Traits::kPiece> scratch;
+        finish_scores_of(s, scratch);
+      }
       pass_turn();
       if (block == tile.after_block - 1) clear_tail(tile);
       cute::warpgroup_wait<0>();

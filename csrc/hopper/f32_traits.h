@@ -22,14 +22,13 @@ struct Tile {
   static constexpr int kM = kM_, kN = kN_, kWidth = kWidth_;
 };
 
-template <int kParts_, typename Tile_, int kStages_, bool kTurns_ = true, int kSums_ = kParts_>
+template <int kParts_, typename Tile_, int kStages_>
 struct ForwardTraits {
   using Element = cutlass::half_t;  // of the parts
   static constexpr int kParts = kParts_;
   static_assert(kParts == 1 || kParts == 2, "hi, or hi and lo");
   static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kWidth = Tile_::kWidth, kValueTile = kWidth;
   static constexpr int kStages = kStages_;
-  static constexpr bool kTurns = kTurns_;
   static constexpr bool kBias = false, kDropout = false;
   static constexpr int kConsumers = kTileM / 64;  // warpgroups that compute
   static_assert(kTileM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "two or three warpgroups of 64 queries");
@@ -47,10 +46,10 @@ struct ForwardTraits {
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes, kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kQueryPartBytes = kQueryBytes / kParts, kKeyPartBytes = kKeyBytes / kParts;
   static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
-  // Scores of two parts are two sums, of half the columns each: a sum that a tensor core cuts at each step loses with
-  // every step. The second sum takes kPiece keys at a time.
-  static constexpr int kSums = kSums_, kPiece = kTileN < 64 ? kTileN : 64, kPieces = kTileN / kPiece;
-  static_assert(kQkSteps % kSums == 0 && kTileN % kPiece == 0, "whole halves and pieces");
+  // Scores of two parts are two sums, of half the columns each: tensor cores cut a sum at each step, the more the
+  // larger it is. The second sum takes kPiece keys at a time.
+  static constexpr int kPiece = kTileN < 64 ? kTileN : 64, kPieces = kTileN / kPiece;
+  static_assert(kQkSteps % 2 == 0 && kTileN % kPiece == 0, "whole halves and pieces");
 
   using CoordS = WarpgroupCoord<kTileN>;
   using CoordO = WarpgroupCoord<kWidth>;
