@@ -46,7 +46,8 @@ HOPPER = [
     Wgmma("k192", (128, 96, 192), 2, {"plain": 197632}),
     Wgmma("k256", (128, 64, 256), 2, {"plain": 197632, "dropout": 197632, "bias": 230400}),
 ]
-# fp32 as fp16 parts, two, or one where TF32 is allowed. The split of the operands has to pay.
+# fp32 as fp16 parts, two, or one where TF32 is allowed: each behind the mma.sync row of the next
+# smaller width, which short sequences take. The split of the operands has to pay.
 HOPPER_F32 = [
     Wgmma("k64", (128, 128, 64), 2, {"plain": 167936}, min_length=256),
     Wgmma("k128", (128, 64, 128), 2, {"plain": 199680}, min_length=192),
@@ -371,11 +372,17 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
-    *halves(HOPPER_TF32, "tf32"),
     *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
-    *variants(SM80_TF32 + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
-    *halves(HOPPER_F32),
-    *variants(SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
+    *variants(SM80_TF32[:1], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *halves(HOPPER_TF32[:1], "tf32"),
+    *variants(SM80_TF32[1:2], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *halves(HOPPER_TF32[1:], "tf32"),
+    *variants(SM80_TF32[2:] + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_F32_SPLIT[:1], "sm80", "Sm80Split", "f32", (80, 999)),
+    *halves(HOPPER_F32[:1]),
+    *variants(SM80_F32_SPLIT[1:2], "sm80", "Sm80Split", "f32", (80, 999)),
+    *halves(HOPPER_F32[1:]),
+    *variants(SM80_F32_SPLIT[2:], "sm80", "Sm80Split", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM75, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(SM70, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

@@ -35,8 +35,17 @@ def test_it_is_chosen_without_a_gradient_on_long_sequences_of_sm90() -> None:
     assert len(ROWS) == 4
     assert chosen() == "hopper_sm90_f32_k64" and chosen(K=68) == "hopper_sm90_f32_k128"
     assert chosen(math="tf32") == "hopper_sm90_f32_tf32_k64"
-    assert chosen(math="tf32", M=300, N=300) not in ROWS
-    others = [{"lse": True}, {"M": 256, "N": 256}, {"M": 64}, {"K": 132}, {"alignment": 2}]
+    assert chosen(B=32, M=197, N=197, K=72) == "hopper_sm90_f32_k128"
+    for fields in ({}, {"K": 32, "Kv": 32}, {"M": 200, "N": 200, "K": 128}):
+        assert chosen(**({"math": "tf32", "M": 300, "N": 300} | fields)) not in ROWS, fields
+    others = [
+        {"lse": True},
+        {"M": 256, "N": 256},
+        {"K": 32, "Kv": 32},
+        {"M": 64},
+        {"K": 132},
+        {"alignment": 2},
+    ]
     others += [{"sm": 80}, {"has_bias": True}, {"dropout": True}, {"partial": True}]
     for fields in others:
         assert chosen(**fields) not in ROWS, fields
