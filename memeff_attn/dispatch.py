@@ -221,8 +221,7 @@ class HopperFwOp(KernelFwOp):
 
 
 class RegisterFwOp(KernelFwOp):
-    """The weights stay in registers between the two products (csrc/register): 16 bits, sm80 and
-    newer."""
+    """The weights stay in registers between the two products (csrc/register): sm80 and newer."""
 
     NAME = "register"
     VARIANT = "family:register"

@@ -14,7 +14,6 @@
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "hopper/f32_rows.h"
-#include "hopper/forward.h"
 
 namespace memeff {
 namespace hopper_f32 {

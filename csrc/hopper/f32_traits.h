@@ -29,7 +29,7 @@ struct ForwardTraits {
   static_assert(kParts == 1 || kParts == 2, "hi, or hi and lo");
   static constexpr int kTileM = Tile_::kM, kTileN = Tile_::kN, kWidth = Tile_::kWidth, kValueTile = kWidth;
   static constexpr int kStages = kStages_;
-  static constexpr bool kBias = false, kDropout = false;
+  static constexpr bool kBias = false, kDropout = false, kPairs = false;
   static constexpr int kConsumers = kTileM / 64;  // warpgroups that compute
   static_assert(kTileM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "two or three warpgroups of 64 queries");
   static constexpr int kThreads = 128 + 128 * kConsumers;  // and one that copies
