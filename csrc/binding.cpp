@@ -108,6 +108,7 @@ const std::map<std::string, Field>& request_fields() {
       {"dropout", set<&Request::dropout>},
       {"sequences", set<&Request::sequences>},
       {"heads_per_kv", set<&Request::heads_per_kv>},
+      {"lse", set<&Request::lse>},
       {"bias_grad", set<&Request::bias_grad>},
       {"deterministic", set<&Request::deterministic>},
       {"has_bias", set<&Request::has_bias>},

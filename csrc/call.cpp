@@ -2,6 +2,7 @@
 
 #include "device.h"
 #include "forward_plan.h"
+#include "hopper/f32_plan.h"
 #include "layout.h"
 #include "reduce/reduce.h"
 
@@ -14,6 +15,30 @@ Status select_on_device(int device, Request request, const KernelRow** row, Devi
   if (Status s = device_facts(device, facts); !s.ok()) return s;
   request.sm = facts->sm, request.smem_optin = facts->smem_optin, request.sm_count = facts->sm_count;
   return select(request, row);
+}
+
+// A row of parts and the one that follows it where parts do not hold what the operands say.
+struct InParts {
+  const KernelRow* whole = nullptr;
+  int64_t numel = 0;  // fp32 elements of the parts, 0: the row takes operands as they are
+};
+
+Status plan_parts(const KernelRow& row, const ForwardParams& p, int device, Request request, InParts* parts) {
+  if (row.parts() == 0) return {};
+  parts->numel = hopper_f32::make_plan(p, row.parts(), row.value_tile).total;
+  DeviceFacts facts;
+  if (Status s = device_facts(device, &facts); !s.ok()) return s;
+  request.sm = facts.sm, request.smem_optin = facts.smem_optin, request.sm_count = facts.sm_count;
+  return select_whole(std::move(request), &parts->whole);
+}
+
+// The bounds on the device decide which of the two does the work.
+Status launch_parts(const KernelRow& row, const InParts& parts, ForwardParams p, float* workspace,
+                    CUstream_st* stream) {
+  p.parts = {workspace, hopper_f32::limit_of(row.parts()), false};
+  if (Status s = row.forward(p, stream); !s.ok()) return s;
+  p.parts.wide = true;
+  return parts.whole->forward(p, stream);
 }
 
 struct Backward {
@@ -122,16 +147,19 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   request.partial |= out_dtype != dtype;
   DeviceFacts facts;
   const KernelRow* row = nullptr;
-  if (Status s = select_on_device(args.query.device, std::move(request), &row, &facts); !s.ok()) return s;
+  if (Status s = select_on_device(args.query.device, request, &row, &facts); !s.ok()) return s;
+  InParts parts;
+  if (Status s = plan_parts(*row, kernel, args.query.device, std::move(request), &parts); !s.ok()) return s;
   const int32_t splits = forward_splits(*row, kernel, facts.smem_optin, facts.sm_count);
   const bool writes_it = out_dtype == dtype || out_dtype == DType::kF32;
   const bool direct = splits == 1 && writes_it && !packing.through_workspace;
   if (direct && out_dtype != dtype) use_wide_out(&kernel);
   const int64_t copied = packing.copy_query ? packed_query_numel(kernel, dtype) : 0;
-  if (const int64_t needed = copied + (direct ? 0 : partial_numel(kernel, splits)); needed > 0) {
+  float* data = nullptr;
+  if (const int64_t needed = parts.numel + copied + (direct ? 0 : partial_numel(kernel, splits)); needed > 0) {
     const TensorDesc workspace = allocate(needed);
     if (Status s = check_workspace(workspace, args.query, needed); !s.ok()) return s;
-    auto* data = static_cast<float*>(workspace.data);
+    data = static_cast<float*>(workspace.data);
     if (copied > 0) kernel.query.data = data;
     if (!direct) use_partial(&kernel, splits, data + copied);
   }
@@ -139,6 +167,7 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   if (!guard.status().ok()) return guard.status();
   if (copied > 0)
     if (Status s = reduce::launch_pack(params, kernel, dtype, stream); !s.ok()) return s;
+  if (parts.numel > 0) return launch_parts(*row, parts, kernel, data, stream);
   if (Status s = row->forward(kernel, stream); !s.ok() || direct) return s;
   params.partial = unpacked(kernel);
   return reduce::launch_merge(params, dtype, out_dtype, stream);

@@ -213,6 +213,12 @@ constexpr Rule kRules[] = {
        return "is chosen for M up to " + to_string(k.max_m) + " or grids that larger tiles do not fill, M is " +
               to_string(rows_of_queries(r));
      }},
+    {true, [](const KernelRow& k, const Request& r) { return k.parts() == 0 || !r.lse; },
+     [](const KernelRow&, const Request&) {
+       return std::string(
+           "is chosen where no gradient and no log-sum-exp is wanted: backward kernels compute scores "
+           "by other products");
+     }},
     {true, fits_its_blocks,
      [](const KernelRow& k, const Request&) {
        return "is chosen where an SM holds " + to_string(k.blocks_per_sm) + " blocks of " + kilobytes(k.smem_bytes);
@@ -422,6 +428,17 @@ Status select(const Request& asked, const KernelRow** row) {
   if (!reasons(*forced, request, true, 1).empty()) return {Code::kUnsupported, explain(request)};
   *row = forced;
   return {};
+}
+
+Status select_whole(Request asked, const KernelRow** row) {
+  asked.variant = "", asked.heads_per_key = 1;  // heads stay as the first row has them
+  const Request request = packed(with_chip_facts(asked));
+  for (int i = 0; i < kKernelCount; ++i) {
+    *row = &kKernelTable[i];
+    if ((*row)->parts() == 0 && fits(**row, request)) return {};
+  }
+  *row = nullptr;
+  return {Code::kUnsupported, "no kernel without parts fits\n" + explain(request)};
 }
 
 std::string explain(const Request& asked) {

@@ -58,6 +58,8 @@ struct KernelRow {
   int64_t slabs(int64_t value_dim) const {
     return max_kv == 0 && !in_memory ? (value_dim + value_tile - 1) / value_tile : 1;
   }
+  // Into how many fp16 parts operands are split first (hopper/f32_plan.h); 0: they are taken as they are.
+  int32_t parts() const { return arch_specific && dtype == DType::kF32 ? (math == Math::kTf32 ? 1 : 2) : 0; }
   bool is_full() const { return bias && dropout; }  // a tensor bias is then allowed, not needed
 };
 
@@ -107,6 +109,7 @@ struct Request {
   // the query's, its last stride not 1, or each sequence starts it anew.
   int32_t bias_alignment = 0;
   int32_t heads_per_kv = 1;    // backward: query heads whose gradients one key head sums
+  bool lse = false;            // forward: the log-sum-exp is wanted
   bool bias_grad = false;      // backward: the bias' gradient is wanted
   bool deterministic = false;  // backward: equal inputs must give equal bits
   bool any_build = false;      // answer for a build that has every row (a host-only build always does)
@@ -134,6 +137,9 @@ Request packed(Request request);
 
 // The row, or why there is none: kInvalid for an unknown forced name, kUnsupported with explain()'s text otherwise.
 Status select(const Request& request, const KernelRow** row);
+
+// The first row that takes operands as they are, whatever row is named.
+Status select_whole(Request request, const KernelRow** row);
 
 // Which row runs and why; every other row under its first reasons.
 std::string explain(const Request& request);

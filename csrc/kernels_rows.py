@@ -31,7 +31,7 @@ BIAS, BOTH, NO_BIAS, PLAIN = shapes.BIAS, shapes.BOTH, shapes.NO_BIAS, shapes.PL
 FEW_QUERIES: dict[str, Any] = shapes.FEW_QUERIES
 Variant, Shape, Wgmma = shapes.Variant, shapes.Shape, shapes.Wgmma
 Gradient, SumGradient = shapes.Gradient, shapes.SumGradient
-variants, wgmma = shapes.variants, shapes.wgmma
+variants, wgmma, halves = shapes.variants, shapes.wgmma, shapes.halves
 Slab, slabs = shapes.Slab, shapes.slabs
 gradients, sum_gradients = shapes.gradients, shapes.sum_gradients
 
@@ -54,6 +54,16 @@ HOPPER_WIDE = [
     Slab("v256", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False),
     # From one block an SM on, where up to K = 512 the rows above fit too and come first.
     Slab("k1024", (1, 2), 64, 256, (2, 6), 230400, 1024, turns=False, min_blocks_per_sm=1.0),
+]
+# fp32 as fp16 parts, two, or one where TF32 is allowed: each behind the mma.sync row of the next
+# smaller width, which short sequences take. The split of the operands has to pay.
+HOPPER_F32 = [
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 167936}, min_length=256),
+    Wgmma("k128", (128, 64, 128), 2, {"plain": 199680}, min_length=192),
+]
+HOPPER_TF32 = [
+    Wgmma("k64", (128, 128, 64), 2, {"plain": 86016}, min_length=512),
+    Wgmma("k128", (128, 128, 128), 2, {"plain": 167936}, min_length=256),
 ]
 # Ampere and later, 16 bits. Resident rows: a warp owns whole rows, nothing is exchanged between
 # warps. Blocks of 64 queries where 128 would be half empty or too few to fill the GPU.
@@ -380,8 +390,16 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
-    *variants(SM80_TF32 + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
-    *variants(SM80_F32_SPLIT, "sm80", "Sm80Split", "f32", (80, 999)),
+    *variants(SM80_TF32[:1], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *halves(HOPPER_TF32[:1], "tf32"),
+    *variants(SM80_TF32[1:2], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *halves(HOPPER_TF32[1:], "tf32"),
+    *variants(SM80_TF32[2:] + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_F32_SPLIT[:1], "sm80", "Sm80Split", "f32", (80, 999)),
+    *halves(HOPPER_F32[:1]),
+    *variants(SM80_F32_SPLIT[1:2], "sm80", "Sm80Split", "f32", (80, 999)),
+    *halves(HOPPER_F32[1:]),
+    *variants(SM80_F32_SPLIT[2:], "sm80", "Sm80Split", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),
     *variants(SM75, "sm75", "Sm75<cutlass::half_t>", "f16", (75, 79)),
     *variants(SM70, "sm70", "Sm70<cutlass::half_t>", "f16", (70, 74)),

@@ -106,6 +106,7 @@ class Wgmma:
     max_m: int = 0
     blocks: int = 1  # an SM
     causal_length: int = 0
+    min_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,39 @@ def slabs(shapes: list[Slab], cpp_element: str, dtype: str) -> Iterator[Variant]
             pages=False,
             allow_spill=shape.spills,
             header="hopper/slab_launch.h",
+        )
+
+
+def halves(shapes: list[Wgmma], math: str = "ieee") -> Iterator[Variant]:
+    """The hopper family's fp32 rows: operands in fp16 parts, two or (TF32) one."""
+    for shape in shapes:
+        tile = ", ".join(map(str, shape.tile))
+        parts = ["hopper_sm90_f32", "tf32" * (math == "tf32"), shape.suffix]
+        yield Variant(
+            name="_".join(filter(None, parts)),
+            family="hopper",
+            arch="sm90",
+            dtype="f32",
+            math=math,
+            max_k=shape.tile[2],
+            max_kv=shape.tile[2],
+            alignment=4,
+            bias=False,
+            tile_m=shape.tile[0],
+            tile_n=shape.tile[1],
+            value_tile=shape.tile[2],
+            threads=128 + 2 * shape.tile[0],
+            smem_bytes=shape.smem["plain"],
+            min_sm=90,
+            max_sm=90,
+            traits=f"hopper_f32::ForwardTraits<{1 if math == 'tf32' else 2}, "
+            f"hopper_f32::Tile<{tile}>, {shape.stages}>",
+            min_m=65,
+            min_blocks_per_sm=shape.min_blocks_per_sm,
+            min_length=shape.min_length,
+            pages=False,
+            allow_spill=shape.spills,
+            header="hopper/f32_launch.h",
         )
 
 

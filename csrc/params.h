@@ -98,6 +98,15 @@ struct Partial {
   int32_t splits = 1;
 };
 
+// fp32 operands as fp16 parts (hopper/f32_plan.h) for a row that multiplies those. They hold what the operands say
+// unless a row's numbers lie far apart; so a row that takes the operands themselves follows, and the bounds that the
+// split finds decide on the device which of the two kernels does the work.
+struct Parts {
+  float* workspace = nullptr;  // 16-byte aligned, starts with the bounds; null: one kernel, no parts
+  float limit = 0.f;           // of the bounds
+  bool wide = false;           // this is the kernel for numbers far apart
+};
+
 // out = softmax(scale * query keyT + bias, over visible keys) value
 struct ForwardParams {
   TensorView query, key, value;
@@ -123,6 +132,7 @@ struct ForwardParams {
   Sequences sequences;  // then batch = 1; queries and keys are the rows of the tensors, over all sequences
   Dropout dropout;
   Partial partial;
+  Parts parts;
 };
 
 // A gradient to write. splits > 1: block s of the loop writes its fp32 partial sum at data + s * stride_split, to be

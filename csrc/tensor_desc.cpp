@@ -185,6 +185,7 @@ Status make_forward(const ForwardCall& args, ForwardParams* params, Request* req
   if (Status s = make_operands(args, params, request); !s.ok()) return s;
   if (args.out.dtype < 0 || args.out.dtype > int32_t(DType::kF32))
     return invalid("out has a dtype that is not float16, bfloat16 or float32");
+  request->lse = args.lse.has_value();
   if (args.out.dtype != args.query.dtype) return {};  // written an element at a time
   const Canonical out = canonical(args.out, params->heads / params->heads_per_group);
   request->alignment = lowest_bit(uint64_t(request->alignment) | alignment_bits(args.out, out));

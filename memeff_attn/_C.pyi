@@ -28,6 +28,7 @@ class Request(_Pass, total=False):
     paged: bool  # keys are read through a block table
     partial: bool  # results in fp32 are wanted: of packed heads, or for an out of another dtype
     bias_alignment: int  # as alignment, of a bias of the query's dtype; 0: another bias
+    lse: bool  # forward: the log-sum-exp is wanted
     bias_grad: bool  # backward: the bias' gradient is wanted
     deterministic: bool  # backward: only rows that sum in a fixed order
     # a forced row; "family:" and a name: the choice among its rows; "" or None: among all

@@ -66,16 +66,17 @@ def memory_efficient_attention(
             backward), each of which may be None; default: the best.
         output_dtype: of out, one of the three; default: the query's. float32 is what the sums in
             float32 come to, unrounded; gradients go through the query's dtype.
-    Memory: the output and, where a gradient is asked for, two floats a row (the log-sum-exp and
-        what rounding took from it); for few queries also one partial result in float32 for each
-        tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB), and for a 16-bit
-        output_dtype that is not the inputs' the output once in float32; the backward pass takes the
-        gradients, B * H * M floats (B * H * M * (K + 1) where the gradient of the query is added
-        up) and, where few blocks fill the GPU, partial sums: for each
-        gradient at most 8 times its elements, or 64 MiB, in float32; with sequences none of these
-        sums. Nothing grows with M * N but a gradient of a bias that does, or that is broadcast over
-        sequences (docs/masks.md, which also says which pages are copied). On the CPU also a few
-        blocks of scores.
+    Memory: the output; in float32 without a gradient on sm_90 also a copy of query, key and value
+        (K and Kv rounded up to 64 or 128); where a gradient is asked for, two floats a row (the
+        log-sum-exp and what rounding took from it); for few queries also one partial result in
+        float32 for each tile that the GPU runs at once (H200, Kv = 128: at most 18 MiB), and for a
+        16-bit output_dtype that is not the inputs' the output once in float32; the backward pass
+        takes the gradients, B * H * M floats (B * H * M * (K + 1) where the gradient of the query
+        is added up) and, where few blocks fill the GPU, partial sums: for each gradient at most 8
+        times its elements, or 64 MiB, in float32; with sequences none of these sums. Nothing grows
+        with M * N but a gradient of a bias that does, or that is broadcast over sequences
+        (docs/masks.md, which also says which pages are copied). On the CPU also a few blocks of
+        scores.
     Numerics: sums and softmax in float32; weights are rounded to the inputs' dtype for the product
         with V, gradients once, after all sums. float32 products are accurate to float32 unless
         torch allows TF32 (torch.backends.cuda.matmul). A query that sees no key gives 0, and adds 0

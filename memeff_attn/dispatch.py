@@ -214,15 +214,14 @@ class KernelBwOp(_Kernels, AttentionBwOpBase):
 
 
 class HopperFwOp(KernelFwOp):
-    """TMA and wgmma (csrc/hopper): 16 bits, sm90."""
+    """TMA and wgmma (csrc/hopper): sm90; fp32 where no gradient is wanted."""
 
     NAME = "hopper"
     VARIANT = "family:hopper"
 
 
 class RegisterFwOp(KernelFwOp):
-    """The weights stay in registers between the two products (csrc/register): 16 bits, sm80 and
-    newer."""
+    """The weights stay in registers between the two products (csrc/register): sm80 and newer."""
 
     NAME = "register"
     VARIANT = "family:register"
@@ -465,6 +464,7 @@ def request_of(
         "dropout": d.p > 0.0,
         "sequences": rule.query_starts is not None,
         "heads_per_kv": query.shape[2] // key.shape[2] if query.dim() == 4 else 1,
+        "lse": d.wants_gradient,
         "bias_grad": bias is not None and bias.requires_grad,
         "deterministic": which == "bwd" and fixed_order(name),
         "variant": name,

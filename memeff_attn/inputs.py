@@ -66,6 +66,12 @@ class Inputs:
         """Bytes of query, key and value."""
         return sum(x.numel() * x.element_size() for x in (self.query, self.key, self.value))
 
+    @property
+    def wants_gradient(self) -> bool:
+        tensors = self.query, self.key, self.value, self.attn_bias
+        asked = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        return asked and torch.is_grad_enabled()
+
     def get_output_dtype(self) -> torch.dtype:
         return self.query.dtype if self.output_dtype is None else self.output_dtype
 

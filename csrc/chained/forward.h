@@ -12,6 +12,7 @@
 #pragma once
 
 #include "chained/forward_tile.h"
+#include "common/wide.h"
 
 namespace memeff {
 namespace chained {
@@ -412,6 +413,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     forward_kernel(__grid_constant__ const ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char memory[];
+  if (std::is_same<typename Traits::Element, float>::value && is_for_another_kernel(args.p)) return;
   ForwardBlock<Traits>(args, *reinterpret_cast<typename Traits::SharedStorage*>(memory)).run();
 }
 
