@@ -4,10 +4,10 @@
 //   copies      Q K(n) | K(n-1) V(n) | K(n-2) V(n-1) | ...                       rings of kStages in shared memory
 //   warpgroup   | S(n) | softmax(n) | S(n-1) | T = P(n) V(n), softmax(n-1) | O = alpha O + T | S(n-2) | ...
 //
-// S and T are three products each (lo hi, hi lo, hi hi) into sums that start from zero, S two of them. The tensor cores
-// run T of this key block while the warpgroup turns S of the next one into weights, and S of the other warpgroup: they
-// take turns. Key blocks run from the last to the first. With one part (TF32) a product is one, S one sum, S and T are
-// issued together, and O accumulates by itself.
+// S and T are three products each (lo hi, hi lo, hi hi) into sums that start from zero, S two of them up to K = 64. The
+// tensor cores run T of this key block while the warpgroup turns S of the next one into weights, and S of the other
+// warpgroup: they take turns. Key blocks run from the last to the first. With one part (TF32) a product is one, S one
+// sum, S and T are issued together, and O accumulates by itself.
 #pragma once
 
 #include "common/wide.h"
@@ -187,15 +187,21 @@ struct ForwardBlock {
   CUTLASS_DEVICE static uint32_t address(void const* in_shared) { return cute::cast_smem_ptr_to_uint(in_shared); }
 
   CUTLASS_DEVICE void start_scores_of(Scores& s) const {
-    constexpr int kSteps = Traits::kStaged ? Traits::kQkSteps / 2 : Traits::kQkSteps;
+    constexpr int kSteps = Traits::kHalves ? Traits::kQkSteps / 2 : Traits::kQkSteps;
     fence(s);
     cute::warpgroup_arrive();
     start_scores_in_parts<Traits, kTileN, 0, kSteps>(s, query_descriptor(), key_descriptor(0));
     cute::warpgroup_commit_batch();
   }
-  // The other half of the columns, added to s. Waits for all products. scratch: registers that T takes next.
+  // The other half of the columns, if one is left, added to s. Waits for all products. scratch: registers that T takes
+  // next.
   template <int kCount>
   CUTLASS_DEVICE void finish_scores_of(Scores& s, float (&scratch)[kCount]) const {
+    if constexpr (!Traits::kHalves) {
+      cute::warpgroup_wait<0>();
+      fence(s);
+      return;
+    }
     constexpr int kPiece = Traits::kPiece, kSteps = Traits::kQkSteps;
     CUTLASS_PRAGMA_UNROLL
     for (int piece = 0; piece < Traits::kPieces; ++piece) {

@@ -47,7 +47,8 @@ struct ForwardTraits {
   static constexpr int kQueryPartBytes = kQueryBytes / kParts, kKeyPartBytes = kKeyBytes / kParts;
   static constexpr int kQkSteps = kWidth / kStep, kPvSteps = kTileN / kStep;
   // Scores of two parts are two sums, of half the columns each: tensor cores cut a sum at each step, the more the
-  // larger it is. The second sum takes kPiece keys at a time.
+  // larger it is. The second sum takes kPiece keys at a time. Not at K = 128: registers.
+  static constexpr bool kHalves = kParts == 2 && kWidth <= 64;
   static constexpr int kPiece = kTileN < 64 ? kTileN : 64, kPieces = kTileN / kPiece;
   static_assert(kQkSteps % 2 == 0 && kTileN % kPiece == 0, "whole halves and pieces");
 
