@@ -94,7 +94,7 @@ def refusal(row: dict[str, Any], biased: bool, paged: bool = False) -> str:
 def refuses(run: mask_runs.Run, op: Any, backward: bool, reason: str) -> None:
     inputs = [x.detach().requires_grad_(backward) for x in run.inputs]
     with pytest.raises((NotImplementedError, ValueError), match=reason):
-        out = memeff_attn.memory_efficient_attention(*inputs, run.mask, op=op)
+        out = memeff_attn.memory_efficient_attention(*inputs, run.mask, run.p, op=op)
         if backward:
             out.sum().backward()
 

@@ -105,20 +105,23 @@ def test_gradients_go_through_the_inputs_dtype(
     device: str, dtype: torch.dtype, other: torch.dtype
 ) -> None:
     """As those of the backward call on grad and output in the inputs' dtype, bit by bit where that
-    has the same log-sum-exp (kernels save it in two parts) and sums have a fixed order."""
+    has the same log-sum-exp (kernels save it in two parts), the forward pass is one family's (which
+    kernel runs depends on the output's dtype) and sums have a fixed order."""
     with deterministic():
         check_gradients(device, dtype, other)
 
 
 def check_gradients(device: str, dtype: torch.dtype, other: torch.dtype) -> None:
+    op = (dispatch.ChainedFwOp, None) if device == "cuda" else None
     for name, (q, k, v, mask) in calls(device, dtype).items():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, mask, output_dtype=other)
+        out = attention(*leaves, mask, op=op, output_dtype=other)
         grad = make(*out.shape, device=device, dtype=dtype, seed=9).to(other)
         mine = torch.autograd.grad(out, leaves, grad)
         assert all(a.dtype == dtype for a in mine), name
         if device == "cuda" and other == torch.float32:  # what is saved rounds to the plain call's
-            theirs = torch.autograd.grad(attention(*leaves, mask), leaves, grad.to(dtype))
+            plain = attention(*leaves, mask, op=op)
+            theirs = torch.autograd.grad(plain, leaves, grad.to(dtype))
         else:
             out, lse = with_lse(q, k, v, mask, output_dtype=other)
             given = grad.to(dtype), out.to(dtype), lse, q, k, v, mask

@@ -141,7 +141,9 @@ struct ForwardBlock : ForwardTile<Traits> {
     }
     const float2 both = log_sum_exp<Exponent>(reference, state.sum[i]);
     *to = both.x;
-    if (p.lse.low != nullptr) to[p.lse.low - p.lse.data] = kWide ? both.y + log_error(state.sum[i]) : both.y;
+    if (p.lse.low == nullptr) return;
+    const bool corrected = kWide && state.sum[i] != 0.f;  // of a row that sees nothing the low part is 0
+    to[p.lse.low - p.lse.data] = corrected ? both.y + log_error(state.sum[i]) : both.y;
   }
 
   // O of 16-bit inputs in fp32 (params.h: Partial).
