@@ -151,8 +151,8 @@ constexpr Rule kRules[] = {
               (r.bias_alignment != 0 && r.bias_alignment % k.bias_alignment == 0);
      },
      [](const KernelRow& k, const Request&) {
-       return "takes a bias of the query's dtype, whose last stride is 1 and whose address and other strides are "
-              "multiples of " +
+       return "takes a bias of the query's dtype, not of packed sequences, whose last stride is 1 and whose address "
+              "and other strides are multiples of " +
               to_string(k.bias_alignment) + " elements";
      }},
     {false, [](const KernelRow& k, const Request& r) { return !k.adds_query || !r.deterministic; },

@@ -46,10 +46,10 @@ BiasView bias_view(const TensorDesc& bias, const Canonical& q) {
   return view;
 }
 
-// As Request::bias_alignment.
+// As Request::bias_alignment. Of packed sequences none: the keys of one begin anywhere in a row.
 int32_t bias_alignment(const ForwardParams& p, DType dtype) {
   const BiasView& b = p.bias;
-  if (b.data == nullptr || b.dtype != dtype || p.sequences.own_bias || (b.stride_n != 1 && p.keys > 1)) return 0;
+  if (b.data == nullptr || b.dtype != dtype || is_packed(p.sequences) || (b.stride_n != 1 && p.keys > 1)) return 0;
   const uint64_t address = reinterpret_cast<uintptr_t>(b.data) / uint64_t(bytes_of(dtype));
   return lowest_bit(address | uint64_t(b.stride_b | b.stride_g | b.stride_h | b.stride_m) | 16);
 }

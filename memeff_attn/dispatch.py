@@ -424,7 +424,7 @@ def _row_alignment(x: Tensor) -> int:
 def _bias_alignment(rule: MaskRule, dtype: torch.dtype) -> int:
     """Largest power of two, at most 16, of a bias of the query's dtype; 0: of another kind."""
     bias = rule.bias
-    if bias is None or bias.dtype != dtype or rule.bias_per_sequence:
+    if bias is None or bias.dtype != dtype or rule.varlen:
         return 0
     if bias.shape[-1] > 1 and bias.stride(-1) != 1:
         return 0

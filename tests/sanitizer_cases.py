@@ -86,7 +86,7 @@ def launches(row: dict[str, Any]) -> list[Launch]:
     if row["kind"] == "bwd" and not row["bias"]:
         found.append((m, m, None, p, 1, None))
     found.append((m, n, first, p, 2, (n // 3, 2, None, None, None, None, 0, False)))
-    if not row["sequences"]:
+    if not row["sequences"] or row["bias_alignment"]:  # no such bias of packed sequences
         return found
     starts = [
         torch.tensor(x, dtype=torch.int32, device="cuda")

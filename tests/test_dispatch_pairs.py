@@ -7,8 +7,12 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from companions import scores
 from test_variants import kernels_module
+
+from memeff_attn import attn_bias as ab
+from memeff_attn import dispatch
 
 _C = pytest.importorskip("memeff_attn._C", reason="memeff_attn is not compiled")
 
@@ -62,3 +66,16 @@ def test_kinds_of_scores_are_those_of_the_types() -> None:
 def test_dispatch_pairs_rows_with_the_same_scores(sm: int, math: str) -> None:
     found = mispaired(sm, math)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_wide_copies_of_a_bias_begin_where_rows_do(packed: bool) -> None:
+    """TMA and 16-byte copies want aligned starts: the keys of a packed sequence begin anywhere in a
+    row of a bias over all tokens, so other rows take those."""
+    mask: Any = ab.BlockDiagonalMask.from_seqlens([300, 340], [203, 437])
+    inputs = [torch.zeros(1, 640, 16, 64, dtype=torch.bfloat16) for _ in range(3)]
+    bias = torch.zeros(1, 16, 640, 640, dtype=torch.bfloat16)
+    given = dispatch.Inputs(*inputs, mask.add_bias(bias) if packed else bias, 0.0)
+    gpu = {"sm": 90, "smem_optin": 232448, "sm_count": 132}
+    chosen = _C.select(dispatch.request_of(given, gpu) | {"any_build": True})
+    assert TABLE[chosen]["bias"] and bool(TABLE[chosen]["bias_alignment"]) is not packed, chosen

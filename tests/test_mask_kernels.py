@@ -330,3 +330,16 @@ def test_memory_of_sequences(fixed_order: bool) -> None:
     sums = 8000 * 4 * 4
     limit = 5 * element + 3 * sums + (1 << 20)  # out, its gradient, three gradients
     assert peak <= limit + (0 if fixed_order else 2 * element)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_bias_over_all_tokens_of_packed_sequences(device: str, dtype: str, causal: bool) -> None:
+    """Its rows are aligned to 16 bytes, a sequence's keys begin anywhere in them."""
+    mask: Any = ab.BlockDiagonalMask.from_seqlens([300, 251, 129], [203, 302, 135], device=device)
+    mask = mask.make_causal() if causal else mask
+    run = mask_runs.make(mask, device, dtype, "bmhk", (64, 64))
+    run = mask_runs.with_bias(run, (1, 2, 680, 640), DTYPES[dtype], False)
+    checker = Checker()
+    mask_runs.check(checker, f"{dtype} causal={causal}", run)
+    checker.finish()
