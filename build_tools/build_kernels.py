@@ -80,6 +80,7 @@ def options_for(archs: str) -> Options:
         archs=archs,
         families=os.environ.get("MEMEFF_FAMILIES", "native"),
         host_only=not code,
+        strict=os.environ.get("MEMEFF_STRICT") == "1",  # another compiler may spill: slower, right
     )
 
 

@@ -1,4 +1,5 @@
-"""A build that is interrupted leaves no compiler behind (build_tools/child_session.py)."""
+"""A build that is interrupted leaves no compiler behind (build_tools/child_session.py); one whose
+compiler spills where ours does not goes on for a user and stops for us."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 from test_build import TOOLS, load
 
 child_session = load(TOOLS / "child_session.py")
+build_kernels = load(TOOLS / "build_kernels.py")
 
 # A compiler that works in a child of its own and writes the object late, as nvcc does.
 COMPILER = """#!/bin/bash
@@ -140,3 +142,24 @@ def test_the_exit_status_is_the_commands(tmp_path: Path) -> None:
     assert child_session.run(["bash", "-c", "exit 7"]) == 7
     assert child_session.run(["bash", "-c", "exit $NUMBER"], {**os.environ, "NUMBER": "3"}) == 3
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_spills_stop_our_builds_not_those_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MEMEFF_STRICT", raising=False)
+    assert not build_kernels.options_for("80").strict
+    monkeypatch.setenv("MEMEFF_STRICT", "1")
+    assert build_kernels.options_for("80").strict
+    monkeypatch.setattr(build_kernels, "check_stats", lambda *_: ["row_a for sm_80 spills 4 bytes"])
+    monkeypatch.setattr(build_kernels.child_session, "run", lambda *_: 0)
+    for strict in (False, True):
+        options = build_kernels.Options(
+            out=tmp_path / "out", objects=tmp_path / "objects", host_only=True, strict=strict
+        )
+        if strict:
+            with pytest.raises(build_kernels.BuildError, match="1 faults"):
+                build_kernels.build(options)
+        else:
+            assert build_kernels.build(options) is not None
+        assert "fault: row_a for sm_80 spills 4 bytes" in capsys.readouterr().out
