@@ -112,6 +112,23 @@ def test_sizes_near_the_ends_of_fp32(name: str) -> None:
 
 @pytest.mark.gpu
 @each_row
+@pytest.mark.parametrize("size", [1e5, 1e12, 1e30])
+def test_a_large_row_of_value_costs_those_that_do_not_see_it_nothing(
+    name: str, size: float
+) -> None:
+    """Weights are kept in units of the largest row of V so far, hidden ones too."""
+    tolerance = 2e-3 if "tf32" in name else 2e-6
+    with mode(name):
+        inputs = make(name, mask="top_left")
+        plain = out_of(inputs, name)
+        inputs.value[:, 299] = size
+        out = out_of(inputs, name)
+    torch.testing.assert_close(out[:, :299], plain[:, :299], atol=tolerance, rtol=tolerance)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.gpu
+@each_row
 def test_a_nan_or_an_infinity_reaches_those_that_see_it(name: str) -> None:
     with mode(name):
         for bad in (math.nan, math.inf):

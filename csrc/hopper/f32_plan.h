@@ -1,7 +1,7 @@
 // Where fp32 operands lie once each number is split into fp16 parts (reduce/halves.cu), in a workspace that the call
 // gives. Plain C++17: no CUDA.
 //
-//   [ bounds, 4 words ][ Q parts ][ K parts ][ V parts ][ Q scales ][ K scales ][ V scales ]
+//   [ bounds, 6 words ][ Q parts ][ K parts ][ V parts ][ Q scales ][ K scales ][ V scales ]
 //   parts of an operand: [batches, groups, members, rows, kParts * width], 16 bits; a row is  hi 0 .. width | lo 0 ..
 //   scales:              [batches, groups, members, rows padded to 4], fp32
 //
@@ -26,7 +26,8 @@ constexpr int kQueryShift = 11, kKeyShift = -2 * kTop - kQueryShift;
 // loses bits.
 //   0: largest of max|q| (number of small elements of q), over rows     1: largest |k|     2, 3: the same, K and Q
 //   swapped
-constexpr int kBounds = 4, kHeaderElements = 32;
+//   4: largest |v|    5: largest 1 / max|v| over rows that are not 0
+constexpr int kBounds = 6, kHeaderElements = 32;
 // Errors of small elements move no score by more than 2^-24 while |scale| (b0 b1 + b2 b3) is at most this; with one
 // part by 2^-14.
 constexpr float limit_of(int parts) { return parts == 2 ? 16384.f : 16777216.f; }

@@ -18,7 +18,7 @@ struct OperandArgs {
   float* scales;
   int32_t rows, columns, groups, members, scale_rows;
   uint32_t first_block, blocks_per_head;
-  int32_t small_at, large_at, shift;  // places of its bounds, -1: none; of its stored scale
+  int32_t small_at, large_at, shift;  // places of its bounds; of its stored scale
 };
 
 struct SplitArgs {
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(const __grid_constant__
     if (row < o.rows && column < o.columns)
       x[i] = __ldcs(reinterpret_cast<const float4*>(from + row * o.from.stride_m));
   }
-  float most_small = 0.f, largest = 0.f;
+  float most_small = 0.f, largest = 0.f, inverse = 0.f;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int row = row0 + i * kWarps * kAtOnce;
@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(const __grid_constant__
     const unsigned own = kAtOnce == 1 ? small : threadIdx.x % 32 < kLanes ? small & 0xffffu : small >> 16;
     most_small = fmaxf(most_small, size * float(4 * __popc(own)));
     largest = fmaxf(largest, size);
+    if (size > 0.f) inverse = fmaxf(inverse, 1.f / size);
     if (row >= o.rows) continue;
     const int64_t line = int64_t(head) * o.rows + row;
     __half* to = o.to + line * (kParts * kWidth) + column;
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(const __grid_constant__
     if (kParts == 2) *reinterpret_cast<uint2*>(to + kWidth) = pack_four(rest_of(y, high));
     if (column == 0) o.scales[int64_t(head) * o.scale_rows + row] = power_of_two(exponent) * power_of_two(o.shift);
   }
-  if (o.small_at < 0) return;
+  if (which == 2) most_small = inverse;  // of V it is how small a row is that counts
   if (kAtOnce == 2) {
     most_small = fmaxf(most_small, __shfl_xor_sync(0xffffffffu, most_small, 16));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(const __grid_constant__
 OperandArgs operand_args(Plan const& plan, int which, TensorView const& from, int32_t columns, float* workspace,
                          int64_t* blocks) {
   SplitOperand const& o = plan.operands[which];
-  constexpr int32_t kSmallAt[] = {0, 2, -1}, kLargeAt[] = {3, 1, -1}, kShift[] = {kQueryShift, kKeyShift, 0};
+  constexpr int32_t kSmallAt[] = {0, 2, 5}, kLargeAt[] = {3, 1, 4}, kShift[] = {kQueryShift, kKeyShift, 0};
   const int64_t of_head = ceil_div(o.rows, kRowsPerBlock);
   const OperandArgs args{from,
                          reinterpret_cast<__half*>(workspace + o.data),
