@@ -19,23 +19,13 @@
 namespace memeff {
 namespace hopper {
 
-// Counts chunks of a stage or rounds of the ring.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t phase = 0;
-  CUTLASS_DEVICE void next() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
-
 template <typename Traits>
 struct SlabBlock {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   using CoordS = typename Traits::CoordS;
   using Rows = WarpgroupRows<Traits>;
-  using Place = RingPlace<Traits::kStages>;
+  using Place = Ring<Traits::kStages>;
   static constexpr int kTileM = Traits::kTileM, kTileN = Traits::kTileN, kConsumers = Traits::kConsumers;
   static constexpr int kStageChunks = Traits::kStageChunks, kKeyChunkBytes = Traits::kKeyChunkBytes;
   using Scores = Accumulators<kTileN>;
