@@ -12,7 +12,6 @@
 
 #include "common/wide.h"
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass/arch/reg_reconfig.h"
 #include "hopper/f32_rows.h"
 
 namespace memeff {
@@ -47,17 +46,7 @@ struct ForwardBlock {
     thread = threadIdx.x % 128, warp = all % 4, lane = threadIdx.x % 32, consumer = all / 4 - 1;
   }
 
-  CUTLASS_DEVICE void run() {
-    if (threadIdx.x == 0) start_barriers();
-    __syncthreads();
-    if (consumer < 0) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
-      if (warp == 0) copy_tiles();
-    } else {
-      cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
-      compute_tiles();
-    }
-  }
+  CUTLASS_DEVICE void run() { hopper::run_in_roles<Traits>(*this); }
 
   CUTLASS_DEVICE void start_barriers() {
     auto& b = smem.barriers;
@@ -240,11 +229,7 @@ struct ForwardBlock {
     wait_values();
     __syncwarp();
     char* v = smem.value[values.stage];
-    for (int i = thread; i < (kTileN - left) * 8 * Traits::kChunks; i += 128) {
-      const int piece = i % 8, row = left + i / 8 % (kTileN - left), chunk = i / 8 / (kTileN - left);
-      *reinterpret_cast<uint4*>(v + chunk * Traits::kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
-    }
-    cutlass::arch::fence_view_async_shared();
+    hopper::clear_rows<Traits::kKeyChunkBytes>(v, left, kTileN, Traits::kChunks, thread, 128);
     NamedBarrier::sync(128, uint32_t(kConsumers + consumer));
   }
 

@@ -12,7 +12,6 @@
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass/arch/reg_reconfig.h"
 #include "hopper/output.h"
 #include "hopper/warpgroup_rows.h"
 
@@ -46,17 +45,7 @@ struct ForwardBlock {
     thread = threadIdx.x % 128, warp = all % 4, lane = threadIdx.x % 32, consumer = all / 4 - 1;
   }
 
-  CUTLASS_DEVICE void run() {
-    if (threadIdx.x == 0) start_barriers();
-    __syncthreads();
-    if (consumer < 0) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
-      if (warp == 0) copy_tiles();
-    } else {
-      cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
-      compute_tiles();
-    }
-  }
+  CUTLASS_DEVICE void run() { run_in_roles<Traits>(*this); }
 
   CUTLASS_DEVICE void start_barriers() {
     auto& b = smem.barriers;
@@ -277,11 +266,8 @@ struct ForwardBlock {
     wait_values();
     __syncwarp();
     char* v = smem.value[values.stage];
-    for (int i = consumer * 128 + thread; i < (kTileN - left) * 8 * Traits::kChunks; i += Traits::kConsumerThreads) {
-      const int piece = i % 8, row = left + i / 8 % (kTileN - left), chunk = i / 8 / (kTileN - left);
-      *reinterpret_cast<uint4*>(v + chunk * Traits::kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
-    }
-    cutlass::arch::fence_view_async_shared();
+    clear_rows<Traits::kKeyChunkBytes>(v, left, kTileN, Traits::kChunks, consumer * 128 + thread,
+                                       Traits::kConsumerThreads);
     sync_consumers();
   }
 

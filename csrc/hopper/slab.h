@@ -11,7 +11,6 @@
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass/arch/reg_reconfig.h"
 #include "hopper/output.h"
 #include "hopper/slab_traits.h"
 #include "hopper/warpgroup_rows.h"
@@ -50,17 +49,7 @@ struct SlabBlock {
   CUTLASS_DEVICE int row_group() const { return Traits::kRowGroups > 1 ? consumer : 0; }
   CUTLASS_DEVICE int column_group() const { return Traits::kColumnGroups > 1 ? consumer : 0; }
 
-  CUTLASS_DEVICE void run() {
-    if (threadIdx.x == 0) start_barriers();
-    __syncthreads();
-    if (consumer < 0) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
-      if (warp == 0) copy_tiles();
-    } else {
-      cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
-      compute_tiles();
-    }
-  }
+  CUTLASS_DEVICE void run() { run_in_roles<Traits>(*this); }
 
   CUTLASS_DEVICE void start_barriers() {
     auto& b = smem.barriers;
@@ -324,11 +313,7 @@ struct SlabBlock {
   CUTLASS_DEVICE void clear_rows(int first, int chunks) const {
     __syncwarp();
     char* v = smem.ring[ring.stage];
-    for (int i = thread; i < (kTileN - first) * 8 * chunks; i += 128) {
-      const int piece = i % 8, row = first + i / 8 % (kTileN - first), chunk = i / 8 / (kTileN - first);
-      *reinterpret_cast<uint4*>(v + chunk * kKeyChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
-    }
-    cutlass::arch::fence_view_async_shared();
+    hopper::clear_rows<kKeyChunkBytes>(v, first, kTileN, chunks, thread, 128);
     cutlass::arch::NamedBarrier::sync(128, uint32_t(kConsumers + consumer));
   }
 

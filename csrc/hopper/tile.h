@@ -4,7 +4,10 @@
 #include "common/sorted_tiles.h"
 #include "common/tile_map.h"
 #include "common/visibility.h"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
 #include "hopper/tensor_map.h"
+#include "hopper/wgmma.h"
 
 namespace memeff {
 namespace hopper {
@@ -36,6 +39,31 @@ struct Ring {
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
+
+// A block's first warpgroup copies, by its first warp; the others compute.
+template <typename Traits, typename Block>
+CUTLASS_DEVICE void run_in_roles(Block& block) {
+  if (threadIdx.x == 0) block.start_barriers();
+  __syncthreads();
+  if (block.consumer < 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
+    if (block.warp == 0) block.copy_tiles();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
+    block.compute_tiles();
+  }
+}
+
+// Makes rows first .. rows of a tile 0, by `threads` threads; its chunks of columns lie kChunkBytes apart. wgmma sees
+// it.
+template <int kChunkBytes>
+CUTLASS_DEVICE void clear_rows(char* tile, int first, int rows, int chunks, int thread, int threads) {
+  for (int i = thread; i < (rows - first) * 8 * chunks; i += threads) {
+    const int piece = i % 8, row = first + i / 8 % (rows - first), chunk = i / 8 / (rows - first);
+    *reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + row * kRowBytes + piece * 16) = uint4{0, 0, 0, 0};
+  }
+  cutlass::arch::fence_view_async_shared();
+}
 
 // A tile of queries of one head. In shared memory: seldom read, no registers. Key blocks run from the last that some
 // row of the tile sees down to the first.
