@@ -12,7 +12,12 @@ from torch import Tensor
 from bench import newer_peers, peers
 from bench.shapes import Cell
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,  # where torch allows TF32: oracle.math_of
+}
 PEERS = ("efficient", "flash", "cudnn")
 # Our kernel on the fixed-length problem of the same flop (Cell.fixed), beside packed sequences.
 FIXED = "memeff-fixed"
@@ -86,7 +91,7 @@ def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
         return "no grouped heads (copies of the keys would be timed)" if cell.Hkv != cell.H else ""
     if sm < 80:
         return "sm_80 or newer"
-    if cell.dtype == "fp32":
+    if DTYPES[cell.dtype] == torch.float32:
         return "16-bit inputs only"
     if max(cell.K, cell.Kv) > WIDEST_PEER_K:
         return f"K and Kv <= {WIDEST_PEER_K}"
@@ -101,8 +106,11 @@ def _has_row(family: str, cell: Cell, sm: int, which: str) -> bool:
     if module is None:
         return True
     bits = 16 | cell.K | cell.Kv
+    dtype, math = (
+        ("f32", "tf32") if cell.dtype == "tf32" else (cell.dtype.replace("fp", "f"), "ieee")
+    )
     request = {
-        "sm": sm, "dtype": cell.dtype.replace("fp", "f"), "B": cell.B, "M": cell.M, "N": cell.N,
+        "sm": sm, "dtype": dtype, "math": math, "B": cell.B, "M": cell.M, "N": cell.N,
         "H": cell.H, "K": cell.K, "Kv": cell.Kv, "alignment": bits & -bits, "pass": which,
         "has_bias": cell.bias is not None, "dropout": bool(cell.p), "any_build": True,
         "bias_grad": cell.bias is not None, "variant": f"family:{family}",

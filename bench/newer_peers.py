@@ -49,7 +49,7 @@ def not_served(backend: str, cell: Cell, sm: int) -> str:
         return f"K and Kv >= {FLEX_NARROWEST}" if narrow else ""
     if sm < 90:
         return "sm_90 or newer"
-    if cell.dtype == "fp32":
+    if cell.dtype in ("fp32", "tf32"):
         return "16-bit inputs only"
     if cell.bias is not None:
         return "no additive bias"

@@ -12,6 +12,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -42,6 +43,12 @@ def tolerance() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def math_of(cell: Cell) -> AbstractContextManager[None]:
+    """In it torch allows TF32 if the cell says so: to us, to peers and to the rule's eager."""
+    allowing: AbstractContextManager[None] = tolerance().tf32(cell.dtype == "tf32")
+    return allowing
 
 
 @dataclasses.dataclass

@@ -32,6 +32,7 @@ SHORT = {
     "anyk K<=256": "any K up to 256",
     "anyk K>256": "K = 320 to 1024",
     "fp32": "fp32",
+    "tf32": "fp32, TF32 allowed",
     "clients": "few queries or keys",
     "features bias": "additive bias",
     "features dropout": "dropout",

@@ -203,10 +203,11 @@ def run_set(
                 w: [b for b in names if not backends_module.not_served(b, cell, sm, w)]
                 for w in passes
             }
-            problems = problems_of(cell, serving)
-            for which, served in serving.items():
-                rows += run_cell(cell, which, served, timer, problems) if served else []
-                progress.step(f"{cell.set} {cell.name} {which}")
+            with oracle.math_of(cell):
+                problems = problems_of(cell, serving)
+                for which, served in serving.items():
+                    rows += run_cell(cell, which, served, timer, problems) if served else []
+                    progress.step(f"{cell.set} {cell.name} {which}")
         except RuntimeError as problem:
             return rows, f"{cell.set} {cell.name}: {problem}"
     return rows, ""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 CELLS = Path(__file__).with_name("cells.json")
-SETS = ("llm", "vision", "anyk", "fp32", "clients", "features", "varlen", "decode")
+SETS = ("llm", "vision", "anyk", "fp32", "tf32", "clients", "features", "varlen", "decode")
 PASSES = ("fwd", "bwd")
-BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 BACKWARD_FLOP = 2.5  # five products for the forward's two
 LONG = 4096  # keys from which a sequence counts as long in the summary
 # The fixed-length problem beside packed sequences: queries and keys (a multiple of the longest
@@ -27,6 +27,7 @@ FIXED_M, FIXED_TILE, FIXED_OFF = 2048, 128, 0.01
 class Cell:
     """One problem: query [B, M, H, K], key [B, N, Hkv, K], value [B, N, Hkv, Kv].
 
+    dtype is a key of BYTES; "tf32" are fp32 tensors where torch allows TF32.
     bias names the dimensions that an additive bias of the query's dtype has: "B,H,M,N", or
     "1,H,M,N" where all batch entries share it; its gradient is part of the backward pass. p is the
     dropout probability; None: no dropout. label is what the list calls the cell, if anything.

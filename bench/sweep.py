@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench import backends, report, shapes
+from bench import backends, oracle, report, shapes
 from bench.backends import Tensors
 
 ALLOWED = 1.05  # the time of the chosen variant over that of the fastest
@@ -86,11 +86,14 @@ class Choice:
         parts = tensors.query, tensors.key, tensors.value, mask, problem.cell.p or 0.0
         self.inputs, self.gpu, self.which = Inputs(*parts), gpu, problem.which
         self._module, self._request = dispatch.native()[0], dispatch.request_of
+        self._cell = problem.cell
 
     def select(self, name: str = "") -> str:
         """The row that runs; where one is named, that or nothing."""
         assert self._module is not None
-        found: str = self._module.select(self._request(self.inputs, self.gpu, name, self.which))
+        with oracle.math_of(self._cell):
+            request = self._request(self.inputs, self.gpu, name, self.which)
+        found: str = self._module.select(request)
         return found
 
     def serving(self) -> list[str]:
@@ -263,7 +266,8 @@ def sweep(
                 tensors = inputs(cell)
             assert tensors is not None
             names = Choice(problem, head["facts"]).serving()
-            times, refused = times_of(problem, names, tensors, timer)
+            with oracle.math_of(cell):
+                times, refused = times_of(problem, names, tensors, timer)
             growing.add(problem, times)
             for name, why in refused.items():
                 progress.clear()
