@@ -6,13 +6,15 @@
 #   CUDA_HOME=FOLDER MEMEFF_CUDA_ARCHS=70,80,90 pip install .
 #
 # The compiler is Debian trixie's (package nvidia-cuda-toolkit, section non-free), headers and the static runtime are PyPI's.
-# The static runtime is 12.9's, since 12.4's package has only the shared one; CUDA 12 keeps it compatible within the major.
+# The assembler is 12.9's: 12.4's makes the wgmma kernels' products wait for one another (C7513), and both give the same for
+# sm_70, 75 and 80. The static runtime is 12.9's, since 12.4's package has only the shared one; CUDA 12 keeps it compatible within the major.
 set -euo pipefail
 
 SUITE=trixie
 DEBIAN_PACKAGES=(nvidia-cuda-toolkit libnvvm4 libcu++-dev)
 HEADER_WHEELS=(nvidia-cuda-runtime-cu12==12.4.127 nvidia-cuda-nvcc-cu12==12.4.131)
 RUNTIME_WHEEL=nvidia-cuda-runtime-cu12==12.9.79
+ASSEMBLER_WHEEL=nvidia-cuda-nvcc-cu12==12.9.86
 
 die() { echo "cuda124.sh: $*" >&2; exit 1; }
 [ $# -eq 1 ] || die "usage: cuda124.sh FOLDER"
@@ -57,13 +59,15 @@ fetch_debian
 echo "headers and runtime from PyPI ..."
 fetch_wheels headers "${HEADER_WHEELS[@]}"
 fetch_wheels runtime "$RUNTIME_WHEEL"
+fetch_wheels assembler "$ASSEMBLER_WHEEL"
 
 usr=$scratch/root/usr
 toolkit=$usr/lib/nvidia-cuda-toolkit
 rm -rf "$target"
 mkdir -p "$target"/{bin,include,lib64,nvvm/bin,nvvm/libdevice}
 for name in nvcc cicc; do cp -L "$toolkit/bin/$name" "$target/bin/"; done
-for name in ptxas cudafe++ fatbinary nvlink bin2c cuobjdump nvdisasm; do cp -L "$usr/bin/$name" "$target/bin/"; done
+for name in cudafe++ fatbinary nvlink bin2c cuobjdump nvdisasm; do cp -L "$usr/bin/$name" "$target/bin/"; done
+cp "$scratch/assembler/nvidia/cuda_nvcc/bin/ptxas" "$target/bin/"
 [ ! -d "$toolkit/bin/crt" ] || cp -r "$toolkit/bin/crt" "$target/bin/"
 ln -s ../../bin/cicc "$target/nvvm/bin/cicc"
 cp "$toolkit"/libdevice/* "$target/nvvm/libdevice/"
