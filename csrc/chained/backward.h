@@ -211,7 +211,8 @@ struct BackwardBlock : BackwardTile<Traits> {
 
   CUTLASS_DEVICE void run_streamed(FragmentO& first, FragmentO& second) {
     if (steps == 0) return;
-    StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane, n.queries <= kFewQueries);
+    StreamedProduct<Traits> product(smem.operands.qk, thread, warp, lane, n.queries <= kFewQueries,
+                                    f.dropout.seed != nullptr);
     typename Traits::ValueLoader loader(smem.operands.out.operand_B_ref(), thread);
     const OutMma multiply(smem.operands.out, thread, warp, lane);
     if (!kOwnerKeys) this->load_statistics(smem.start, owner.row0);

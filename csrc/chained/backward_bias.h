@@ -142,7 +142,8 @@ struct BackwardBiasBlock : BackwardTile<Traits> {
   }
 
   CUTLASS_DEVICE void run_streamed(FragmentS& sum, uint32_t first, uint32_t last) const {
-    StreamedProduct<Traits> product(smem.operands.qk, thread, this->warp, lane, f.queries <= kFewQueries);
+    StreamedProduct<Traits> product(smem.operands.qk, thread, this->warp, lane, f.queries <= kFewQueries,
+                                    f.dropout.seed != nullptr);
     for (uint32_t index = first; index < last; ++index) {
       const Item item = item_of(index);
       if (!this->any_visible(item.owner, item.loop)) continue;

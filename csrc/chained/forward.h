@@ -307,7 +307,7 @@ struct ForwardBlock : ForwardTile<Traits> {
   CUTLASS_DEVICE void run_streamed(FragmentO& o) {
     if (keys_begin >= keys_end) return;
     typename Traits::ValueLoader loader(smem.pv.operand_B_ref(), thread);
-    StreamedProduct<Traits> qk(smem.qk, thread, warp, lane, this->few);
+    StreamedProduct<Traits> qk(smem.qk, thread, warp, lane, this->few, p.dropout.seed != nullptr);
     const PvMma pv(smem.pv, thread, warp, lane);
     start_bias(keys_begin);
     auto pass = qk.start(query_source(), key_source(keys_begin));

@@ -20,8 +20,10 @@ namespace chained {
 // columns, so that the step's own sums need few registers: eight instructions wide, enough to hide their latency.
 // kTransposed: parts of A and B exchange their places in the order of sums, which gives the bits of kTransposed = false
 // for B^T A^T.
-// kAsked: columns of a chunk, 0: as many as pay.
-template <typename Operator_, bool kTransposed, int kAsked = 0>
+// kApart: p0 q0 gets a sum of its own, exact where no product is 2^8 times smaller than the largest, and is added
+// first: the accumulator is rounded to nearest twice a step and never cut, once if it was 0. kAsked: columns of a
+// chunk, 0: as many as pay.
+template <typename Operator_, bool kTransposed, bool kApart = false, int kAsked = 0>
 struct SplitStep {
   using Operator = Operator_;
   using Shape = typename Operator::Shape;
@@ -56,15 +58,23 @@ struct SplitStep {
   template <int kPartB, typename Accumulators>
   CUTLASS_DEVICE static void add(Accumulators& acc, FragmentA const (&a)[kParts], IteratorB const& from, int chunk) {
     typename Chunk::FragmentC sum;
-    sum.clear();
     Chunk mma;
+    constexpr int kLast = kApart ? 1 : 0;  // of the products of p0 and q0
+    if constexpr (kApart) {
+      FragmentB b;
+      load<kPartB>(from, b, 0);
+      sum.clear();
+      mma(sum, a[0], b, sum);
+      add_up(acc, sum, chunk);
+    }
+    sum.clear();
     if constexpr (kTransposed) {  // the same with p and q exchanged
       FragmentB b[kParts];
       load_all<kPartB>(from, b);
       CUTLASS_PRAGMA_UNROLL
       for (int of_a = kParts - 1; of_a >= 0; --of_a) {
         CUTLASS_PRAGMA_UNROLL
-        for (int of_b = kParts - 1 - of_a; of_b >= 0; --of_b) mma(sum, a[of_a], b[of_b], sum);
+        for (int of_b = kParts - 1 - of_a; of_b >= (of_a == 0 ? kLast : 0); --of_b) mma(sum, a[of_a], b[of_b], sum);
       }
     } else {
       CUTLASS_PRAGMA_UNROLL
@@ -72,9 +82,13 @@ struct SplitStep {
         FragmentB b;
         load<kPartB>(from, b, of_b);
         CUTLASS_PRAGMA_UNROLL
-        for (int of_a = kParts - 1 - of_b; of_a >= 0; --of_a) mma(sum, a[of_a], b, sum);
+        for (int of_a = kParts - 1 - of_b; of_a >= (of_b == 0 ? kLast : 0); --of_a) mma(sum, a[of_a], b, sum);
       }
     }
+    add_up(acc, sum, chunk);
+  }
+  template <typename Accumulators>
+  CUTLASS_DEVICE static void add_up(Accumulators& acc, typename Chunk::FragmentC const& sum, int chunk) {
     CUTLASS_PRAGMA_UNROLL
     for (int e = 0; e < Chunk::FragmentC::kElements; ++e) acc[chunk * Chunk::FragmentC::kElements + e] += sum[e];
   }
@@ -94,7 +108,7 @@ struct SplitStorage {
 };
 
 // Same use as ResidentMma.
-template <typename Core, int kStages, bool kTransposed>
+template <typename Core, int kStages, bool kTransposed, bool kApart>
 class SplitMma {
   using Stock = cutlass::gemm::threadblock::MmaBase<typename Core::Shape, typename Core::MmaPolicy, kStages>;
 
@@ -108,7 +122,7 @@ class SplitMma {
     using SharedStorage = SplitStorage<typename Stock::SharedStorage, TensorRefA, TensorRefB>;
   };
   using Storage = typename Base::SharedStorage;
-  using Step = SplitStep<Operator, kTransposed>;
+  using Step = SplitStep<Operator, kTransposed, kApart>;
 
   CUTLASS_DEVICE SplitMma(Storage& storage, int, int warp, int lane)
       : SplitMma(storage.operand_A_ref(), storage.operand_B_ref(), 0, warp, lane) {}

@@ -26,14 +26,18 @@ struct StreamedBuffers {
   Storage buffers[2];
 };
 
-// Mma: a ResidentMma over one buffer.
-template <typename Mma, typename LoaderA, typename LoaderB, int kStep>
+// Mma: a ResidentMma over one buffer. kSums: finish() may be asked for sums of kSumColumns columns, which then join the
+// accumulator: a running sum rounds at each addition at its full size, and dropout leaves few weights to hide that.
+template <typename Mma, typename LoaderA, typename LoaderB, int kStep, bool kSums_ = false>
 class StreamedMma {
  public:
   using Element = typename LoaderA::Element;
   using FragmentC = typename Mma::FragmentC;
   using Operator = typename Mma::Operator;
   using Source = TileSource<Element>;
+  static constexpr bool kSums = kSums_;
+  static constexpr int kSumColumns = 128;
+  static_assert(kSumColumns % kStep == 0, "whole tiles");
   struct Base {
     using SharedStorage = StreamedBuffers<typename Mma::Base::SharedStorage>;
   };
@@ -47,6 +51,22 @@ class StreamedMma {
     each_buffer(a, b, [&](auto& buffer, int left) {
       const Mma mma(buffer, thread_, warp_, lane_);
       mma(acc, left);
+    });
+  }
+  // in_sums: else the bits are those of the other finish().
+  CUTLASS_DEVICE void finish(FragmentC& acc, Source const& a, Source const& b, bool in_sums) {
+    static_assert(kSums, "two accumulators");
+    FragmentC sum;
+    sum.clear();
+    int columns = 0;
+    each_buffer(a, b, [&](auto& buffer, int left) {
+      const Mma mma(buffer, thread_, warp_, lane_);
+      mma(sum, left);
+      columns += kStep;
+      if (in_sums && columns % kSumColumns != 0 && left > kStep) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int e = 0; e < FragmentC::kElements; ++e) acc[e] += sum[e];
+      sum.clear();
     });
   }
 

@@ -29,15 +29,22 @@ class StreamedProduct {
   static constexpr int kFewChunk = 16;
 
   // few: so few queries that the rounding of the sums shows beside eager's (docs/performance.md). With kChunk > 0
-  // fp32's sums are then shorter and added up with their rounding errors.
-  CUTLASS_DEVICE StreamedProduct(typename Mma::Base::SharedStorage& storage, int thread, int warp, int lane, bool few)
-      : mma_(storage, thread, warp, lane), thread_(thread), few_(few && sizeof(Element) == 4) {}
+  // fp32's sums are then shorter and added up with their rounding errors. dropped: dropout takes weights away.
+  CUTLASS_DEVICE StreamedProduct(typename Mma::Base::SharedStorage& storage, int thread, int warp, int lane, bool few,
+                                 bool dropped)
+      : mma_(storage, thread, warp, lane), thread_(thread), few_(few && sizeof(Element) == 4), dropped_(dropped) {}
 
   CUTLASS_DEVICE auto start(Source const& a, Source const& b) { return start_at(a, b, 0); }
 
   template <typename Pass>
   CUTLASS_DEVICE void finish(FragmentS& acc, Pass& pass, Source const& a, Source const& b) {
     acc.clear();
+    if constexpr (kLoaded) {
+      if constexpr (Mma::kSums) {
+        mma_.finish(acc, pass.a, pass.b, dropped_);
+        return;
+      }
+    }
     mma_.finish(acc, pass.a, pass.b);
     if constexpr (kChunk > 0) {
       FragmentS error;
@@ -65,7 +72,7 @@ class StreamedProduct {
  private:
   Mma mma_;
   int thread_;
-  bool few_;
+  bool few_, dropped_;
 
   CUTLASS_DEVICE int chunk() const { return few_ ? kFewChunk : kChunk; }
 

@@ -195,7 +195,7 @@ struct ForwardTraits {
     static_assert(Arch::kAsync, "the loaders of the first product use cp.async");
     static constexpr int kStages = kTile / kQkStep;
     using C = Core<QkShape, QkWarpShape, Column>;
-    using Product = std::conditional_t<kInParts, SplitMma<C, kStages, Output::kTransposed>,
+    using Product = std::conditional_t<kInParts, SplitMma<C, kStages, Output::kTransposed, (kTile <= 64)>,
                                        ResidentMma<C, kStages, kQkAhead, kScoreSplit>>;
     using Operator = typename Product::Operator;
     template <typename ThreadMap>
@@ -210,8 +210,8 @@ struct ForwardTraits {
   template <typename Q>
   struct QkOf<Q, std::enable_if_t<!Q::kResident && Arch::kOwnStream>> : LoadedQk<kQkStep> {
     using Loaded = LoadedQk<kQkStep>;
-    using Plain =
-        StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
+    using Plain = StreamedMma<typename Loaded::Product, typename Loaded::QueryLoader, typename Loaded::KeyLoader,
+                              kQkStep, kDropout && Arch::kSplitFp32>;
     using Compensated = CompensatedMma<AccCoord<typename Loaded::Operator::IteratorC>, typename Loaded::Product,
                                        typename Loaded::QueryLoader, typename Loaded::KeyLoader, kQkStep>;
     using Mma = std::conditional_t<Q::kCompensated, Compensated, Plain>;
