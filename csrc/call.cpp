@@ -159,9 +159,9 @@ Status run_forward(const ForwardCall& args, const Allocate& allocate, CUstream_s
   if (const int64_t needed = parts.numel + copied + (direct ? 0 : partial_numel(kernel, splits)); needed > 0) {
     const TensorDesc workspace = allocate(needed);
     if (Status s = check_workspace(workspace, args.query, needed); !s.ok()) return s;
-    data = static_cast<float*>(workspace.data);
-    if (copied > 0) kernel.query.data = data;
-    if (!direct) use_partial(&kernel, splits, data + copied);
+    data = static_cast<float*>(workspace.data);  // [parts of the operands][copied query][partial results]
+    if (copied > 0) kernel.query.data = data + parts.numel;
+    if (!direct) use_partial(&kernel, splits, data + parts.numel + copied);
   }
   const DeviceGuard guard(args.query.device);
   if (!guard.status().ok()) return guard.status();

@@ -104,6 +104,9 @@ struct Rule {
   std::string (*reason)(const KernelRow&, const Request&);
 };
 
+// The first row that fits and takes operands as they are: what follows a row of parts.
+const KernelRow* first_whole(Request request);
+
 constexpr Rule kRules[] = {
     {false, [](const KernelRow& k, const Request& r) { return k.kind == r.pass; },
      [](const KernelRow& k, const Request&) {
@@ -232,12 +235,23 @@ constexpr Rule kRules[] = {
      }},
     {true, [](const KernelRow& k, const Request& r) { return std::max(r.queries, r.keys) > k.min_length; },
      [](const KernelRow& k, const Request&) { return "is chosen for M or N beyond " + to_string(k.min_length); }},
+    {false, [](const KernelRow& k, const Request& r) { return k.parts() == 0 || first_whole(r) != nullptr; },
+     [](const KernelRow&, const Request&) {
+       return std::string("hands rows of very different size to a kernel of whole operands, and none fits here");
+     }},
 };
 
 bool fits(const KernelRow& row, const Request& request) {
   for (const Rule& rule : kRules)
     if (!rule.fits(row, request)) return false;
   return true;
+}
+
+const KernelRow* first_whole(Request request) {
+  request.variant = "";
+  for (int i = 0; i < kKernelCount; ++i)
+    if (kKernelTable[i].parts() == 0 && fits(kKernelTable[i], request)) return &kKernelTable[i];
+  return nullptr;
 }
 
 const KernelRow* find(const std::string& name) {
@@ -345,7 +359,10 @@ std::string no_kernel_text(const Request& request) {
   if (!request.any_build) {
     Request anywhere = request;
     anywhere.any_build = true;
-    if (const KernelRow* row = first_fitting(anywhere))
+    const KernelRow* row = first_fitting(anywhere);
+    if (row != nullptr && std::strstr(kBuildInfo.archs, ("sm_" + to_string(request.sm)).c_str()) != nullptr)
+      return std::string("this build leaves out ") + row->name + ", which would run";
+    if (row != nullptr)
       return "this build has no code for sm_" + to_string(request.sm) + " (it has " + kBuildInfo.archs +
              "); one with MEMEFF_CUDA_ARCHS=" + to_string(request.sm) + " would run " + row->name;
   }
@@ -431,13 +448,10 @@ Status select(const Request& asked, const KernelRow** row) {
 }
 
 Status select_whole(Request asked, const KernelRow** row) {
-  asked.variant = "", asked.heads_per_key = 1;  // heads stay as the first row has them
+  asked.heads_per_key = 1;  // heads stay as the first row has them
   const Request request = packed(with_chip_facts(asked));
-  for (int i = 0; i < kKernelCount; ++i) {
-    *row = &kKernelTable[i];
-    if ((*row)->parts() == 0 && fits(**row, request)) return {};
-  }
-  *row = nullptr;
+  *row = first_whole(request);
+  if (*row != nullptr) return {};
   return {Code::kUnsupported, "no kernel without parts fits\n" + explain(request)};
 }
 
@@ -463,6 +477,9 @@ std::string explain(const Request& asked) {
     if (!against.empty()) return text + "\nchosen: none; forced " + chosen->name + " " + join(against, "; ");
     text += std::string("\nchosen: ") + chosen->name + " (forced; " + row_facts(*chosen) + ")";
   }
+  if (chosen != nullptr && chosen->parts() > 0)
+    text += std::string("\n  where rows of an operand differ very much in size, which the GPU finds out: ") +
+            first_whole(request)->name;
   if (chosen != nullptr) text += note(*chosen, request);
   const std::string rest = others(chosen, request);
   return rest.empty() ? text : text + "\nthe others:" + rest;

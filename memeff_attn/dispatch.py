@@ -464,7 +464,7 @@ def request_of(
         "dropout": d.p > 0.0,
         "sequences": rule.query_starts is not None,
         "heads_per_kv": query.shape[2] // key.shape[2] if query.dim() == 4 else 1,
-        "lse": d.wants_gradient,
+        "lse": d.wants_gradient or d.wants_lse,
         "bias_grad": bias is not None and bias.requires_grad,
         "deterministic": which == "bwd" and fixed_order(name),
         "variant": name,

@@ -23,6 +23,7 @@ def explain(
     op: Any = None,
     device: Any = None,
     backward: bool = False,
+    return_lse: bool = False,
 ) -> str:
     """Which operator and kernel `memory_efficient_attention` would run on these inputs, and why not
     the others.
@@ -30,12 +31,13 @@ def explain(
     Shapes, Dtypes: as `memory_efficient_attention`.
     Args: the same, and device: a GPU that need not be here ("sm_70", (9, 0)), or "cpu"; default:
         the tensors' device. backward: the kernel of the backward pass instead (with the gradient of
-        a bias that requires one).
+        a bias that requires one). return_lse: of a call that returns the log-sum-exp too, such as
+        `memory_efficient_attention_forward_requires_grad`.
     Memory: none; nothing is launched.
     Raises: ValueError where the inputs disagree with each other.
     Source: csrc/dispatch.cpp and cpu.py.
     """
-    inputs = Inputs(query, key, value, attn_bias, p, scale)
+    inputs = Inputs(query, key, value, attn_bias, p, scale, wants_lse=return_lse)
     inputs.validate_inputs()
     chosen: type[dispatch.AttentionOpBase] | None = (
         dispatch.resolve_bw_op(op) if backward else dispatch.resolve_op(op)

@@ -52,6 +52,7 @@ class Inputs:
     scale: float | None = None
     output_dtype: torch.dtype | None = None
     is_partial: bool = False
+    wants_lse: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -52,6 +52,15 @@ def test_it_is_chosen_without_a_gradient_on_long_sequences_of_sm90() -> None:
     assert "no gradient" in _C.explain(request(lse=True))
 
 
+def test_explain_names_both_kernels_and_knows_calls_that_return_the_lse() -> None:
+    three = [torch.empty(8, 2048, 8, 128, device="meta") for _ in range(3)]
+    text = memeff_attn.explain(*three, device="sm_90")
+    head = text.split("the others:")[0]
+    assert "chosen: hopper_sm90_f32_k128" in head and "register_sm80_f32_k128" in head
+    text = memeff_attn.explain(*three, device="sm_90", return_lse=True)
+    assert "chosen: register_sm80_f32_k128" in text and "very much in size" not in text
+
+
 def mode(name: str) -> contextlib.AbstractContextManager[None]:
     return tf32(ROWS[name]["math"] == "tf32")
 
