@@ -185,7 +185,8 @@ struct ShortBlock {
     weigh_scores<Element, Exponent, Coord>(s, state.sum, reference, args.exponent);
   }
 
-  // One part of the keys after the other.
+  // One part of the keys after the other. kSums: those of the LSE.
+  template <bool kSums>
   CUTLASS_DEVICE void add_parts(FragmentO& o, Query const& q, int row) {
     state.start();
     const int last = row + kStripRows < rows ? row + kStripRows - 1 : rows - 1;
@@ -198,7 +199,7 @@ struct ShortBlock {
       state.template raise<Exponent, Coord, CoordO>(o, s, args.exponent, args.slack);
       float reference[kRows];
       state.template references<Exponent>(reference, args.exponent);
-      weigh_scores<Element, Exponent, Coord>(s, state.sum, reference, args.exponent);
+      weigh_scores<Element, Exponent, Coord, kSums>(s, state.sum, reference, args.exponent);
       multiply_values<Element, kStrips, width, kMaxK>(o, s, values(key0), lane, state.rounded);
     });
   }
@@ -255,6 +256,14 @@ struct ShortBlock {
   CUTLASS_DEVICE void run_in_parts(Query& q) {
     cutlass::arch::cp_async_wait<0>();
     __syncthreads();  // everything is there
+    if (p.lse.data != nullptr) {
+      run_strips<true>(q);
+    } else {
+      run_strips<false>(q);
+    }
+  }
+  template <bool kSums>
+  CUTLASS_DEVICE void run_strips(Query& q) {
 #pragma unroll 1
     for (int row = warp * kStripRows; row < rows; row += kStep) {
       cutlass::arch::cp_async_wait<0>();
@@ -262,7 +271,7 @@ struct ShortBlock {
       FragmentO o;
       o.clear();
       if constexpr (Traits::kStageQuery) start_next_query(q, row);
-      add_parts(o, q, row);
+      add_parts<kSums>(o, q, row);
       if constexpr (!Traits::kStageQuery) start_next_query(q, row);
       store(o, row);
     }

@@ -251,8 +251,9 @@ CUTLASS_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// s -> weights in place, rounded: element (i, 2j) of a row holds the pair 2j, 2j + 1. sum: of what this lane holds.
-template <typename Element, typename Exponent, typename Coord, typename Fragment>
+// s -> weights in place, rounded: element (i, 2j) of a row holds the pair 2j, 2j + 1. sum (kSums): of what this lane
+// holds, before it is rounded.
+template <typename Element, typename Exponent, typename Coord, bool kSums = true, typename Fragment>
 CUTLASS_DEVICE void weigh_scores(Fragment& s, float (&sum)[Coord::kRows], float const (&reference)[Coord::kRows],
                                  float exponent) {
   CUTLASS_PRAGMA_UNROLL
@@ -262,8 +263,10 @@ CUTLASS_DEVICE void weigh_scores(Fragment& s, float (&sum)[Coord::kRows], float 
       float& low = s[Coord::index(i, j)];
       const float a = Exponent::weight(low, reference[i], exponent);
       const float b = Exponent::weight(s[Coord::index(i, j + 1)], reference[i], exponent);
-      sum[i] += a;
-      sum[i] += b;
+      if (kSums) {
+        sum[i] += a;
+        sum[i] += b;
+      }
       low = __uint_as_float(pack<Element>(a, b));
     }
   }
@@ -274,8 +277,8 @@ CUTLASS_DEVICE void weigh_scores(Fragment& s, float (&sum)[Coord::kRows], float 
 // relative error, and nothing is rescaled or exchanged.
 //
 // A maximum's weight is then no power of 2 and rounded like any other: in a row that one key dominates that is all of
-// the error. So outputs are divided by the sum of the rounded weights, which multiply_values collects; the LSE keeps
-// the sum of what was rounded.
+// the error. So outputs are divided by the sum of the rounded weights, which multiply_values collects; the LSE, where
+// one is asked for, keeps the sum of what was rounded.
 template <int kRows>
 struct RunningSoftmax {
   static constexpr int kSlack = 8;
