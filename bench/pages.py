@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import end2end, report, shapes
+from bench import backends, end2end, report, shapes
 from bench.report import RESULTS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,6 +190,31 @@ def long_table(contents: Sequence[Mapping[str, Any]], which: str) -> str:
     return "\n".join([*text, "", f"{packed}."] if packed else text)
 
 
+FAMILY_HEADS = ("cells", "this family", "flash", "/ flash", "worst cell", "/ best peer")
+
+
+def family_tables(contents: Sequence[Mapping[str, Any]]) -> str:
+    """Families of ours that were timed by name, what dispatch would choose left out; empty where
+    none was."""
+    names = {r["backend"] for c in contents for r in c["rows"] if backends.family_of(r["backend"])}
+    parts = []
+    for name in sorted(names):
+        for which in shapes.PASSES:
+            lines = report.of_family(rows_of(contents, which), name, which)
+            if not lines:
+                continue
+            family = backends.family_of(name)
+            text = [
+                f"The {family} family alone ({name}), {report.PASS_NAMES[which].lower()}, where "
+                "PyTorch's flash kernel takes the shape too:",
+                "",
+                f"| {' | '.join(FAMILY_HEADS)} |",
+                "|---|" + "---|" * (len(FAMILY_HEADS) - 1),
+            ]
+            parts.append("\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)]))
+    return "\n\n".join(parts)
+
+
 def whole_models(path: Path) -> str:
     """The table of end2end.json; empty where there is none."""
     if not path.exists():
@@ -220,7 +245,7 @@ def benchmarks_block(folder: Path = RESULTS) -> str:
     parts = []
     for gpu, contents in files_by_gpu(folder).items():
         parts += [long_table(contents, which) for which in shapes.PASSES]
-        parts.append(whole_models(folder / gpu / end2end.FILE))
+        parts += [family_tables(contents), whole_models(folder / gpu / end2end.FILE)]
     return "\n\n".join(part for part in parts if part) or NOTHING
 
 

@@ -215,6 +215,30 @@ def beside_fixed(table: Mapping[str, Mapping[str, Any]]) -> str:
     return f"Packed sequences over our kernel on fixed lengths of the same flop: {', '.join(shown)}"
 
 
+def of_family(rows: Sequence[Row], ours: str, which: str) -> list[list[str]]:
+    """One kernel family of ours, timed by name: of each group of cells that it and flash serve, its
+    TFLOP/s and flash's, its speed over flash (mean, worst cell) and over the fastest peer."""
+    members: dict[str, list[dict[str, Row]]] = defaultdict(list)
+    for cell, of in by_cell(rows, which).items():
+        if ours in of and "flash" in of and not cell.decoding:
+            for group in cell.groups:
+                members[group].append(of)
+    lines = []
+    for group, cells in members.items():
+        over = [of["flash"]["ms"] / of[ours]["ms"] for of in cells]
+        best = [ratio for of in cells if (ratio := over_best(of, ours)) is not None]
+        speeds = [geomean(of[b]["tflops"] for of in cells) for b in (ours, "flash")]
+        ratios = [geomean(over), min(over), geomean(best)]
+        lines.append(
+            [
+                f"{group} ({len(cells)})",
+                *(f"{x:.0f}" for x in speeds),
+                *(f"{x:.2f}x" for x in ratios),
+            ]
+        )
+    return lines
+
+
 def slower(rows: Iterable[Row], ours: str, which: str) -> list[str]:
     """The cells in which ours takes longer than PyTorch's memory-efficient kernel, worst first."""
     found = [

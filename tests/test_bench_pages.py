@@ -97,6 +97,20 @@ def test_peers_on_request_have_a_column_where_they_were_timed(results: Path) -> 
     assert [line["name"] for line in lines] == ["efficient", "flash", "cudnn", "fa4", "memeff"]
 
 
+def test_a_family_timed_by_name_has_a_table(results: Path) -> None:
+    path = results / "h200" / "llm.json"
+    content = json.loads(path.read_text())
+    assert "family alone" not in pages.benchmarks_block(results)
+    before = pages.readme_block(results)
+    for row in [r for r in content["rows"] if r["backend"] == "flash"]:
+        content["rows"].append({**row, "backend": "memeff-register", "ms": row["ms"] / 2})
+    path.write_text(report.dumps(content))
+    block = pages.benchmarks_block(results)
+    assert block.count("The register family alone (memeff-register)") == 2  # forward, backward
+    assert "| llm (36) |" in block.split("family alone")[1] and "| 2.00x | 2.00x |" in block
+    assert pages.readme_block(results) == before  # README's figures are of what dispatch chooses
+
+
 def test_whole_models_have_a_table_and_a_figure(results: Path) -> None:
     assert "Whole models" not in pages.benchmarks_block(results)
     (results / "h200" / "end2end.json").write_text(report.dumps(whole_file()))
