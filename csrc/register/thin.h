@@ -27,6 +27,8 @@ struct ThinTraits {
   // Two buffers of keys and values; the queries come by the second one.
   static constexpr int kQueryBytes = kTileM * Rows<kMaxK>::kRowBytes;
   static constexpr int kSmemBytes = 2 * kKeyBytes + (2 * kKeyBytes > kQueryBytes ? 2 * kKeyBytes : kQueryBytes);
+  // A loop without the LSE's sums beside that with them: where the additions bound. K = 80 has no registers for two.
+  static constexpr bool kMaySkipSums = kMaxK <= 32;
   static_assert(sizeof(Element) == 2 && kPart % 16 == 0 && kMaxK % 16 == 0 && kKeys % kPart == 0,
                 "whole steps of m16n8k16");
   static_assert(kStrips * (kPart / 2 + kMaxK / 2 + kMaxK / 4) <= 224, "S, O and Q fit a lane's registers");
@@ -109,7 +111,8 @@ struct ThinBlock {
     }
   }
 
-  // keys, values: of key0, in shared memory.
+  // keys, values: of key0, in shared memory. kSums: those of the LSE.
+  template <bool kSums>
   CUTLASS_DEVICE void add_part(FragmentO& o, Query const& q, int key0, uint32_t keys, uint32_t values) {
     const KeyReader<Element, kStrips, kMaxK> reader(keys, lane);
     FragmentS s;
@@ -120,7 +123,7 @@ struct ThinBlock {
     state.template raise<Exponent, Coord, CoordO>(o, s, args.exponent, args.slack);
     float reference[kRows];
     state.template references<Exponent>(reference, args.exponent);
-    weigh_scores<Element, Exponent, Coord>(s, state.sum, reference, args.exponent);
+    weigh_scores<Element, Exponent, Coord, kSums>(s, state.sum, reference, args.exponent);
     multiply_values<Element, kStrips, kPart, kMaxK>(o, s, values, lane, state.rounded);
   }
 
@@ -141,6 +144,24 @@ struct ThinBlock {
     store_output<Element, kStrips, kMaxK>(out, p.out.stride_m, o, sum, left, p.value_dim, lane);
   }
 
+  template <bool kSums>
+  CUTLASS_DEVICE void add_blocks(FragmentO& o, Query const& q, Copier& key, Copier& value) {
+    int buffer = 0;
+#pragma unroll 1
+    for (int key0 = keys_begin; key0 < keys_end; key0 += kKeys) {
+      cutlass::arch::cp_async_wait<0>();
+      __syncthreads();  // this block is there; every warp is done with the other buffer
+      if (key0 + kKeys < keys_end) start_block(key, value, key0 + kKeys, buffer ^ 1);
+      const uint32_t keys = ptx::shared_address(smem) + buffer * 2 * Traits::kKeyBytes;
+#pragma unroll 1
+      for (int part = 0; part < kKeys && key0 + part < keys_end; part += kPart) {
+        const uint32_t at_part = keys + part * Rows<kMaxK>::kRowBytes;
+        add_part<kSums>(o, q, key0 + part, at_part, at_part + Traits::kKeyBytes);
+      }
+      buffer ^= 1;
+    }
+  }
+
   CUTLASS_DEVICE void run() {
     FragmentO o;
     o.clear();
@@ -152,19 +173,10 @@ struct ThinBlock {
       __syncthreads();  // Q and the first block are there
       Query q;
       q.load(ptx::shared_address(smem) + 2 * Traits::kKeyBytes + warp_row() * Rows<kMaxK>::kRowBytes, lane);
-      int buffer = 0;
-#pragma unroll 1
-      for (int key0 = keys_begin; key0 < keys_end; key0 += kKeys) {
-        cutlass::arch::cp_async_wait<0>();
-        __syncthreads();  // this block is there; every warp is done with the other buffer
-        if (key0 + kKeys < keys_end) start_block(key, value, key0 + kKeys, buffer ^ 1);
-        const uint32_t keys = ptx::shared_address(smem) + buffer * 2 * Traits::kKeyBytes;
-#pragma unroll 1
-        for (int part = 0; part < kKeys && key0 + part < keys_end; part += kPart) {
-          const uint32_t at_part = keys + part * Rows<kMaxK>::kRowBytes;
-          add_part(o, q, key0 + part, at_part, at_part + Traits::kKeyBytes);
-        }
-        buffer ^= 1;
+      if (Traits::kMaySkipSums && p.lse.data == nullptr) {
+        add_blocks<!Traits::kMaySkipSums>(o, q, key, value);
+      } else {
+        add_blocks<true>(o, q, key, value);
       }
     }
     store(o);
