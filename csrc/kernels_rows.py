@@ -140,7 +140,7 @@ SM80_F32_SPLIT = [
     Shape("k32_u", (128, 32, 32), (32, 32, 32), "resident:32", 41056, 32, alignment=1, blocks=2,
           **REGISTER),
     Shape("k64_u", (128, 32, 64), (32, 32, 64), "resident:64", 82016, 64, alignment=1, blocks=2,
-          spills=BIAS, **REGISTER),
+          spills=BOTH, **REGISTER),
     Shape("k128_u", (64, 32, 128), (16, 32, 128), "resident:128", 114784, 128, alignment=1,
           blocks=2, spills=BIAS, **REGISTER),
 ]  # fmt: skip
