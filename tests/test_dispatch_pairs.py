@@ -72,7 +72,7 @@ def test_dispatch_pairs_rows_with_the_same_scores(sm: int, math: str) -> None:
 def test_wide_copies_of_a_bias_begin_where_rows_do(packed: bool) -> None:
     """TMA and 16-byte copies want aligned starts: the keys of a packed sequence begin anywhere in a
     row of a bias over all tokens, so other rows take those."""
-    mask: Any = ab.BlockDiagonalMask.from_seqlens([300, 340], [203, 437])
+    mask: Any = ab.BlockDiagonalMask.from_seqlens([300, 340], [203, 437], device="cpu")
     inputs = [torch.zeros(1, 640, 16, 64, dtype=torch.bfloat16) for _ in range(3)]
     bias = torch.zeros(1, 16, 640, 640, dtype=torch.bfloat16)
     given = dispatch.Inputs(*inputs, mask.add_bias(bias) if packed else bias, 0.0)

@@ -199,13 +199,17 @@ struct BackwardTile {
     cutlass::arch::cp_async_wait<0>();
     Loader(to, place, thread).finish();
   }
+  CUTLASS_DEVICE bool is_by_fma() const {  // as in the forward kernels
+    if (f.head_dim <= Traits::kFmaDepth) return true;
+    return f.head_dim <= Traits::kFewFmaDepth && are_few_scores(n.queries, n.keys);
+  }
   CUTLASS_DEVICE void multiply_resident(FragmentS& s, FragmentS& dp, int buffer, int owner_buffer = 0) const {
     auto& loop = smem.operands.loop[buffer];
     auto& owner = smem.operands.owner[owner_buffer];
     const auto a1 = score_a(owner.first), a2 = score_a(owner.second);
     const auto b1 = score_b(loop.first), b2 = score_b(loop.second);
     s.clear();
-    if (Traits::kFmaScores && f.head_dim <= Traits::kFmaDepth) {  // as in the forward kernels
+    if (Traits::kFmaScores && is_by_fma()) {
       if constexpr (Traits::kFmaScores) multiply_by_fma(s, a1, b1, f.head_dim);
     } else if constexpr (!Traits::kFmaScores || Traits::kFmaDepth < Traits::Qk::kMaxK) {
       const QkMma scores(a1, b1, thread, warp, lane);

@@ -11,6 +11,10 @@
 namespace memeff {
 namespace chained {
 
+// So few scores that the closest two of a row decide over the largest error of a call: up to kFewFmaDepth products are
+// then added as eager adds them.
+CUTLASS_DEVICE bool are_few_scores(int queries, int keys) { return int64_t(queries) * keys <= 1 << 15; }
+
 // What rounding took from total = a + b (Knuth, TwoSum).
 CUTLASS_DEVICE float sum_error(float a, float b, float total) {
   const float part = __fsub_rn(total, a);

@@ -197,9 +197,13 @@ struct ForwardBlock : ForwardTile<Traits> {
     if (kAsync) cutlass::arch::cp_async_fence();
   }
 
+  CUTLASS_DEVICE bool is_by_fma() const {
+    if (p.head_dim <= Traits::kFmaDepth) return true;
+    return p.head_dim <= Traits::kFewFmaDepth && are_few_scores(this->query_of(n.queries - 1) + 1, n.keys);
+  }
   CUTLASS_DEVICE void multiply_scores(FragmentS& s, QkMma const& qk) const {
     if constexpr (Traits::kFmaScores) {
-      if (p.head_dim <= Traits::kFmaDepth) {
+      if (is_by_fma()) {
         auto a = smem.qk.operand_A_ref();
         auto b = smem.qk.operand_B_ref();
         Traits::FmaScores::add(s, a.data(), a.layout(), b.data(), b.layout(), warp_row(), warp_column(), lane,

@@ -223,7 +223,7 @@ struct ForwardTraits {
   using FragmentS = typename QkMma::FragmentC;
   // fma_product.h. In parts: where there are so few products that fp32 rounds less.
   static constexpr bool kFmaScores = (Arch::kSplitFp32 || kInParts) && Qk::kResident && Qk::kMaxK <= 32;
-  static constexpr int kFmaDepth = kInParts ? 4 : 32;
+  static constexpr int kFmaDepth = kInParts ? 4 : 32, kFewFmaDepth = kInParts ? 16 : 32;
   using CoordS = AccCoord<typename QkOf<Qk>::Operator::IteratorC>;
   template <int kElements>
   using Four = std::conditional_t<kInParts, PartsFour<kElements>, PlainFour>;
