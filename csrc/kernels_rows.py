@@ -51,12 +51,12 @@ HOPPER = [
 HOPPER_WIDE = [
     Slab("k320", (2, 1), 64, 320, (2, 9), 230400, 320, 320),
     Slab("k384", (2, 1), 128, 192, (1, 8), 230400, 384, 384),
-    Slab("v256", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False),
+    Slab("v256", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False, min_blocks_per_sm=0.45),
     # From one block an SM on, where up to K = 512 the rows above fit too and come first.
     Slab("k1024", (1, 2), 64, 256, (2, 6), 230400, 1024, turns=False, min_blocks_per_sm=1.0),
 ]
-# fp32 as fp16 parts, two, or one where TF32 is allowed: each behind the mma.sync row of the next
-# smaller width, which short sequences take. The split of the operands has to pay.
+# fp32 as fp16 parts, two, or one where TF32 is allowed: k64 first of all, k128 behind the mma.sync
+# row of K = 64, which short sequences take. The split of the operands has to pay.
 HOPPER_F32 = [
     Wgmma("k64", (128, 128, 64), 2, {"plain": 167936}, min_length=256),
     Wgmma("k128", (128, 64, 128), 2, {"plain": 199680}, min_length=192),
@@ -82,8 +82,6 @@ SM80_16_FEW = [  # blocks of 64 queries and fewer
           bias=NO_BIAS, max_m=16),
     Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 49744, 128, blocks=3,
           bias=NO_BIAS, max_m=64, max_blocks_per_sm=2, spills=NO_BIAS, **REGISTER),
-    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 58960, 128, blocks=2,
-          bias=BIAS, **REGISTER),
 ]  # fmt: skip
 SM80_16 = [
     Shape("k32", (128, 128, 32), (32, 128, 32), "resident:32", 25680, 32, blocks=2, bias=NO_BIAS,
@@ -96,6 +94,10 @@ SM80_16 = [
           spills=BIAS, **REGISTER),
     Shape("k128", (128, 64, 128), (32, 64, 128), "resident:128", 66640, 128, blocks=2, bias=NO_BIAS,
           spills=NO_BIAS, **REGISTER),
+    Shape("k128_m64", (64, 64, 128), (16, 64, 128), "resident:128", 58960, 128, blocks=2,
+          bias=BIAS, **REGISTER),
+]  # fmt: skip
+SM80_16_WIDE = [
     Shape("k256", (64, 64, 256), (16, 64, 256), "resident:256", 98896, 256, blocks=2, spills=BOTH,
           **REGISTER),
     # The same with P in shared memory.
@@ -386,18 +388,19 @@ VARIANTS: list[Variant] = [
     *variants(SM80_16_FEW, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *own_rows("thin_rows", own.THIN),
     *variants(SM80_16, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
-    *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
     *variants(SM80_16, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
+    *own_rows("thin_rows", own.THIN_WIDE),
+    *variants(SM80_16_WIDE, "sm80", "Sm80<cutlass::half_t>", "f16", (80, 999)),
+    *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::half_t>", "f16", (80, 999)),
+    *variants(SM80_16_WIDE, "sm80", "Sm80<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_16_UNALIGNED, "sm80", "Sm80Unaligned<cutlass::bfloat16_t>", "bf16", (80, 999)),
     *variants(SM80_F32_FEW, "sm80", "Sm80Fp32", "f32", (80, 999)),
-    *variants(SM80_TF32[:1], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
     *halves(HOPPER_TF32[:1], "tf32"),
-    *variants(SM80_TF32[1:2], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
+    *variants(SM80_TF32[:2], "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
     *halves(HOPPER_TF32[1:], "tf32"),
     *variants(SM80_TF32[2:] + SM80_F32, "sm80", "Sm80Tf32", "f32", (80, 999), "tf32"),
-    *variants(SM80_F32_SPLIT[:1], "sm80", "Sm80Split", "f32", (80, 999)),
     *halves(HOPPER_F32[:1]),
-    *variants(SM80_F32_SPLIT[1:2], "sm80", "Sm80Split", "f32", (80, 999)),
+    *variants(SM80_F32_SPLIT[:2], "sm80", "Sm80Split", "f32", (80, 999)),
     *halves(HOPPER_F32[1:]),
     *variants(SM80_F32_SPLIT[2:], "sm80", "Sm80Split", "f32", (80, 999)),
     *variants(SM80_F32, "sm80", "Sm80Fp32", "f32", (80, 999)),

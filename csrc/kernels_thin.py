@@ -26,6 +26,7 @@ class Short:
     rounds: int = 4  # a block takes at most so many a warp
     bias: bool = False
     spills: bool = False
+    max_m: int = 0  # many queries beside few keys: the next row
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ SHORT = [
     Short(64, 64, 64, 2, 2, 6, spills=True),
     Short(64, 128, 64, 1, 4, 4, spills=True),
     Short(96, 32, 96, 2, 3, 4, spills=True),
-    Short(96, 64, 96, 2, 3, 4, spills=True),
-    Short(96, 96, 32, 2, 4, 2, stage=False, spills=True),
+    Short(96, 64, 96, 2, 3, 4, spills=True, max_m=512),
+    Short(96, 96, 32, 2, 4, 2, stage=False, spills=True, max_m=2048),
     Short(128, 32, 32, 2, 4, 4, spills=True),
     Short(128, 64, 32, 2, 4, 3, spills=True),
     Short(128, 128, 32, 2, 4, 2, spills=True),
@@ -88,6 +89,9 @@ THIN = [
     Thin(64, 64, 64, 2, 4, 2, spills=True),
     Thin(80, 64, 32, 2, 4, 2),
     Thin(96, 64, 32, 2, 4, 2, spills=True),
+]
+# After the register family's k128.
+THIN_WIDE = [
     Thin(160, 64, 64, 1, 4, 2),
     Thin(192, 32, 32, 1, 4, 2),
 ]
@@ -147,6 +151,7 @@ def short_rows(shapes: list[Short], dtype: str) -> Iterator[Fields]:
             "smem_bytes": 2 * x.max_k * (2 * x.max_n + staged),
             "traits": traits("Short", dtype, *sizes, x.stage, x.bias, x.blocks),
             "max_n": x.max_n,
+            "max_m": x.max_m,
             "allow_spill": x.spills,
             "header": "register/short_launch.h",
         }
