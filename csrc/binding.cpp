@@ -155,18 +155,18 @@ py::dict row_dict(const KernelRow& row) {
     if (sass != 0) archs.append("sm_" + std::to_string(sass) + (row.arch_specific ? "a" : ""));
   if (row.ptx != 0) archs.append("compute_" + std::to_string(row.ptx));
   using py::literals::operator""_a;
-  return py::dict("name"_a = row.name, "family"_a = row.family, "arch"_a = row.arch, "kind"_a = pass_name(row.kind),
-                  "dtype"_a = dtype_name(row.dtype), "math"_a = row.math == Math::kTf32 ? "tf32" : "ieee",
-                  "max_k"_a = row.max_k, "max_kv"_a = row.max_kv, "alignment"_a = row.alignment, "bias"_a = row.bias,
-                  "dropout"_a = row.dropout, "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n,
-                  "value_tile"_a = row.value_tile, "threads"_a = row.threads, "smem_bytes"_a = row.smem_bytes,
-                  "max_n"_a = row.max_n, "sequences"_a = row.sequences, "max_m"_a = row.max_m,
-                  "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_m"_a = row.min_m,
-                  "min_blocks_per_sm"_a = row.min_blocks_per_sm, "partial"_a = row.partial, "pages"_a = row.pages,
-                  "bias_alignment"_a = row.bias_alignment, "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm,
-                  "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm,
-                  "in_memory"_a = row.in_memory, "adds_query"_a = row.adds_query, "min_length"_a = row.min_length,
-                  "causal_length"_a = row.causal_length, "built_archs"_a = archs, "built"_a = row.is_built());
+  return py::dict(
+      "name"_a = row.name, "family"_a = row.family, "arch"_a = row.arch, "kind"_a = pass_name(row.kind),
+      "dtype"_a = dtype_name(row.dtype), "math"_a = row.math == Math::kTf32 ? "tf32" : "ieee", "max_k"_a = row.max_k,
+      "max_kv"_a = row.max_kv, "alignment"_a = row.alignment, "bias"_a = row.bias, "dropout"_a = row.dropout,
+      "tile_m"_a = row.tile_m, "tile_n"_a = row.tile_n, "value_tile"_a = row.value_tile, "threads"_a = row.threads,
+      "smem_bytes"_a = row.smem_bytes, "max_n"_a = row.max_n, "sequences"_a = row.sequences, "max_m"_a = row.max_m,
+      "max_blocks_per_sm"_a = row.max_blocks_per_sm, "min_m"_a = row.min_m,
+      "min_blocks_per_sm"_a = row.min_blocks_per_sm, "partial"_a = row.partial, "pages"_a = row.pages,
+      "bias_alignment"_a = row.bias_alignment, "min_sm"_a = row.min_sm, "max_sm"_a = row.max_sm,
+      "allow_spill"_a = row.allow_spill, "blocks_per_sm"_a = row.blocks_per_sm, "in_memory"_a = row.in_memory,
+      "adds_query"_a = row.adds_query, "min_length"_a = row.min_length, "causal_length"_a = row.causal_length,
+      "min_k"_a = row.min_k, "built_archs"_a = archs, "built"_a = row.is_built());
 }
 
 std::string select_name(const py::dict& request) {

@@ -235,6 +235,8 @@ constexpr Rule kRules[] = {
      [](const KernelRow& k, const Request&) {
        return "is chosen for causal calls with M and N up to " + to_string(k.causal_length);
      }},
+    {true, [](const KernelRow& k, const Request& r) { return std::max(r.head_dim, r.value_dim) > k.min_k; },
+     [](const KernelRow& k, const Request&) { return "is chosen for K or Kv beyond " + to_string(k.min_k); }},
     {true, [](const KernelRow& k, const Request& r) { return std::max(r.queries, r.keys) > k.min_length; },
      [](const KernelRow& k, const Request&) { return "is chosen for M or N beyond " + to_string(k.min_length); }},
     {false, [](const KernelRow& k, const Request& r) { return k.parts() == 0 || first_whole(r) != nullptr; },

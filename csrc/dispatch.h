@@ -47,6 +47,7 @@ struct KernelRow {
   bool adds_query;           // adds dQ up by atomics: sums in no fixed order
   int32_t min_length;        // automatic choice only where M or N is longer
   int32_t causal_length;     // not 0: automatic choice only for causal calls with M and N up to it
+  int32_t min_k;             // automatic choice only where K or Kv is larger
   bool arch_specific;        // its code runs on exactly the archs in sass
   int32_t sass[16];          // compute capabilities with machine code, ascending, 0 after the last
   int32_t ptx;               // compute capability of the embedded PTX, 0: none

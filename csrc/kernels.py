@@ -245,7 +245,7 @@ def table_source(built: list[BuiltRow], cuda_version: str, source_hash: str) -> 
             f"{r.max_m}, {float(r.max_blocks_per_sm)}, {r.min_m}, {float(r.min_blocks_per_sm)}",
             f"{_bool(r.partial)}, {_bool(r.pages)}, {r.bias_alignment}, {r.min_sm}, {r.max_sm}",
             f"{_bool(r.allow_spill)}, {r.blocks_per_sm}, {_bool(r.in_memory)}",
-            f"{_bool(r.adds_query)}, {r.min_length}, {r.causal_length}",
+            f"{_bool(r.adds_query)}, {r.min_length}, {r.causal_length}, {r.min_k}",
             _bool(r.arch in ARCH_SPECIFIC),
             f"{{{sass}}}, {one.ptx.number if one.ptx else 0}",
             *pair,

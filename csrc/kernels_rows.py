@@ -51,7 +51,9 @@ HOPPER = [
 HOPPER_WIDE = [
     Slab("k320", (2, 1), 64, 320, (2, 9), 230400, 320, 320),
     Slab("k384", (2, 1), 128, 192, (1, 8), 230400, 384, 384),
-    Slab("v256", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False, min_blocks_per_sm=0.45),
+    Slab(
+        "v256", (2, 1), 64, 256, (2, 6), 230400, 512, turns=False, min_blocks_per_sm=0.45, min_k=256
+    ),
     # From one block an SM on, where up to K = 512 the rows above fit too and come first.
     Slab("k1024", (1, 2), 64, 256, (2, 6), 230400, 1024, turns=False, min_blocks_per_sm=1.0),
 ]

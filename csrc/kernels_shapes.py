@@ -45,6 +45,7 @@ class Variant:
     adds_query: bool = False  # backward: dQ is summed by atomics, in no fixed order
     min_length: int = 0  # automatic choice only where M or N is longer
     causal_length: int = 0  # not 0: automatic choice only for causal calls with M and N up to it
+    min_k: int = 0  # automatic choice only where K or Kv is larger
     max_n: int = 0  # longest N, 0 = any; of backward rows longest M too, and no shared key heads
     sequences: bool = True  # takes packed sequences
 
@@ -124,6 +125,7 @@ class Slab:
     turns: bool = True  # of the warpgroups
     spills: bool = True
     min_blocks_per_sm: float = 0.5
+    min_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ def slabs(shapes: list[Slab], cpp_element: str, dtype: str) -> Iterator[Variant]
             f"hopper::SlabTile<{', '.join(map(str, tile))}>, {', '.join(map(str, rest))}>",
             min_m=65,
             min_blocks_per_sm=shape.min_blocks_per_sm,
+            min_k=shape.min_k,
             pages=False,
             allow_spill=shape.spills,
             header="hopper/slab_launch.h",

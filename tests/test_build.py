@@ -44,7 +44,7 @@ class Variant:
     tile_m: int = 64; tile_n: int = 64; value_tile: int = 64; threads: int = 128
     smem_bytes: int = 1024; kind: str = "fwd"; dropout: bool = False; min_length: int = 0
     max_n: int = 0; sequences: bool = True; min_m: int = 0; min_blocks_per_sm: float = 0
-    adds_query: bool = False; causal_length: int = 0
+    adds_query: bool = False; causal_length: int = 0; min_k: int = 0
     max_m: int = 0; max_blocks_per_sm: float = 0; allow_spill: bool = False; blocks_per_sm: int = 1
     partial: bool = False; pages: bool = True; bias_alignment: int = 0; in_memory: bool = False
 
