@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench import newer_peers, peers
-from bench.shapes import Cell
+from bench.shapes import BYTES, Cell
 
 DTYPES = {
     "fp16": torch.float16,
@@ -91,7 +91,7 @@ def not_served(backend: str, cell: Cell, sm: int, which: str = "fwd") -> str:
         return "no grouped heads (copies of the keys would be timed)" if cell.Hkv != cell.H else ""
     if sm < 80:
         return "sm_80 or newer"
-    if DTYPES[cell.dtype] == torch.float32:
+    if BYTES[cell.dtype] != 2:
         return "16-bit inputs only"
     if max(cell.K, cell.Kv) > WIDEST_PEER_K:
         return f"K and Kv <= {WIDEST_PEER_K}"
@@ -106,9 +106,8 @@ def _has_row(family: str, cell: Cell, sm: int, which: str) -> bool:
     if module is None:
         return True
     bits = 16 | cell.K | cell.Kv
-    dtype, math = (
-        ("f32", "tf32") if cell.dtype == "tf32" else (cell.dtype.replace("fp", "f"), "ieee")
-    )
+    dtype = dispatch._DTYPE_NAMES[DTYPES[cell.dtype]]
+    math = "tf32" if cell.dtype == "tf32" else "ieee"
     request = {
         "sm": sm, "dtype": dtype, "math": math, "B": cell.B, "M": cell.M, "N": cell.N,
         "H": cell.H, "K": cell.K, "Kv": cell.Kv, "alignment": bits & -bits, "pass": which,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bench.shapes import Cell
+from bench.shapes import BYTES, Cell
 
 if TYPE_CHECKING:
     from bench.backends import Tensors
@@ -49,7 +49,7 @@ def not_served(backend: str, cell: Cell, sm: int) -> str:
         return f"K and Kv >= {FLEX_NARROWEST}" if narrow else ""
     if sm < 90:
         return "sm_90 or newer"
-    if cell.dtype in ("fp32", "tf32"):
+    if BYTES[cell.dtype] != 2:
         return "16-bit inputs only"
     if cell.bias is not None:
         return "no additive bias"

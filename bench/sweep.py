@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,17 @@ class Regret:
     ratio: float  # of their times
 
 
-def regrets(content: Mapping[str, Any]) -> tuple[list[Regret], list[str]]:
-    """Of every cell of every set, worst first, by what is chosen today on the GPU of the file; and
-    what the file lacks for that."""
+def regrets(
+    content: Mapping[str, Any], gpu: Gpu | None = None, passes: Sequence[str] = shapes.PASSES
+) -> tuple[list[Regret], list[str]]:
+    """Of every cell of every set, worst first, by what is chosen today on the GPU of the file (or
+    would be on another one, by the same rows' times); and what the file lacks for that."""
+    gpu = gpu or content["meta"]["facts"]
     measured = {(r["set"], r["name"], r["pass"]): r["ms"] for r in content["rows"]}
     found, lacking = [], []
-    for problem in problems(list(shapes.SETS), list(shapes.PASSES)):
+    for problem in problems(list(shapes.SETS), list(passes)):
         where = " ".join(problem.key)
-        choice, times = Choice(problem, content["meta"]["facts"]), measured.get(problem.key, {})
+        choice, times = Choice(problem, gpu), measured.get(problem.key, {})
         rows = choice.serving()
         missing = [name for name in rows if name not in times]
         if missing:

@@ -6,8 +6,8 @@
 #   CUDA_HOME=FOLDER MEMEFF_CUDA_ARCHS=70,80,90 pip install .
 #
 # The compiler is Debian trixie's (package nvidia-cuda-toolkit, section non-free), headers and the static runtime are PyPI's.
-# The assembler is 12.9's: 12.4's makes the wgmma kernels' products wait for one another (C7513), and both give the same for
-# sm_70, 75 and 80. The static runtime is 12.9's, since 12.4's package has only the shared one; CUDA 12 keeps it compatible within the major.
+# The assembler is 12.9's: 12.4's makes the wgmma kernels' products wait for one another (C7513); for
+# sm_70 both give about the same. The static runtime is 12.9's, since 12.4's package has only the shared one; CUDA 12 keeps it compatible within the major.
 set -euo pipefail
 
 SUITE=trixie

@@ -79,15 +79,19 @@ def test_readme_says_where_we_lose(results: Path) -> None:
     assert block.count("memory-efficient kernel in 0") == 2
 
 
-def test_peers_on_request_have_a_column_where_they_were_timed(results: Path) -> None:
+def add_backend(results: Path, backend: str, ms: float) -> None:
+    """To the set llm, beside each row of flash's."""
     path = results / "h200" / "llm.json"
     content = json.loads(path.read_text())
+    like = [r for r in content["rows"] if r["backend"] == "flash"]
+    content["rows"] += [{**row, "backend": backend, "ms": ms} for row in like]
+    path.write_text(report.dumps(content))
+
+
+def test_peers_on_request_have_a_column_where_they_were_timed(results: Path) -> None:
     assert "FA4" not in pages.benchmarks_block(results)
     before = pages.readme_block(results)
-    for row in [r for r in content["rows"] if r["backend"] == "flash"]:
-        fastest = {**row, "backend": "fa4", "ms": 0.25}
-        content["rows"].append(fastest)
-    path.write_text(report.dumps(content))
+    add_backend(results, "fa4", 0.25)
     block = pages.benchmarks_block(results)
     assert "| ours | efficient | flash | cuDNN | FA4 |" in block
     assert "| llm K=64 (12) |" in block and "0.25x" in block  # the best peer now
@@ -98,13 +102,11 @@ def test_peers_on_request_have_a_column_where_they_were_timed(results: Path) -> 
 
 
 def test_a_family_timed_by_name_has_a_table(results: Path) -> None:
-    path = results / "h200" / "llm.json"
-    content = json.loads(path.read_text())
     assert "family alone" not in pages.benchmarks_block(results)
     before = pages.readme_block(results)
-    for row in [r for r in content["rows"] if r["backend"] == "flash"]:
-        content["rows"].append({**row, "backend": "memeff-register", "ms": row["ms"] / 2})
-    path.write_text(report.dumps(content))
+    flash = {r["ms"] for r in report.rows_of(results / "h200") if r["backend"] == "flash"}
+    assert len(flash) == 1
+    add_backend(results, "memeff-register", flash.pop() / 2)
     block = pages.benchmarks_block(results)
     assert block.count("The register family alone (memeff-register)") == 2  # forward, backward
     assert "| llm (36) |" in block.split("family alone")[1] and "| 2.00x | 2.00x |" in block

@@ -49,8 +49,7 @@ def test_rows_that_are_timed(which: str) -> None:
         assert found[0] == choice.select() and len(set(found)) == len(found)
         for row in (rows[n] for n in found):
             assert row["arch"] in sweep.ARCHS and row["min_sm"] <= 90 <= row["max_sm"]
-            dtype = {torch.float32: "f32"}.get(backends.DTYPES[problem.cell.dtype])
-            dtype = dtype or problem.cell.dtype.replace("fp", "f")
+            dtype = dispatch._DTYPE_NAMES[backends.DTYPES[problem.cell.dtype]]
             assert row["kind"] == problem.which and row["dtype"] == dtype
         assert all(choice.select(n) == n for n in found)
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import shapes, sweep  # noqa: E402
+from bench import sweep  # noqa: E402
 from memeff_attn import dispatch  # noqa: E402
 
 A100_SMEM = 166912
@@ -34,16 +34,9 @@ def test_every_choice_is_within_5_percent_of_the_fastest_row() -> None:
 
 def test_forward_choices_without_the_hopper_family_are_within_5_percent() -> None:
     """What an sm_80 GPU of that size would choose, by the times of the same rows."""
-    off = []
     for path in sweep.committed():
         content = json.loads(path.read_text())
-        times = {(r["set"], r["name"], r["pass"]): r["ms"] for r in content["rows"]}
-        gpu = {"sm": 80, "smem_optin": A100_SMEM, "any_build": True}
-        gpu["sm_count"] = content["meta"]["facts"]["sm_count"]
-        for problem in sweep.problems(list(shapes.SETS), ["fwd"]):
-            choice, of = sweep.Choice(problem, gpu), times[problem.key]
-            chosen, served = choice.select(), [n for n in choice.serving() if n in of]
-            best = min(served, key=of.__getitem__)
-            if of[chosen] > sweep.ALLOWED * of[best]:
-                off.append(f"{problem.key}: {chosen}, faster is {best}")
-    assert not off, "\n".join(off)
+        facts = {"sm": 80, "smem_optin": A100_SMEM, "any_build": True}
+        found, lacking = sweep.regrets(content, {**content["meta"]["facts"], **facts}, ["fwd"])
+        assert found and not lacking, lacking
+        assert not [r for r in found if r.ratio > sweep.ALLOWED]
